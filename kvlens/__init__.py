@@ -1,0 +1,37 @@
+"""kvlens: which cached tokens matter, what shows it, how good any selection can be, what a policy really costs.
+
+Every verb of the command line is a function here. Names are resolved when first used, so that `import kvlens` imports
+neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> "module:attribute"
+_PUBLIC = {
+    "label": "kvlens.probe.labels:label",
+    "inspect": "kvlens.reporting:inspect",
+    "doctor": "kvlens.model:doctor_facts",
+    "models": "kvlens.model:cached_models",
+    "load": "kvlens.loading:load",
+    "show": "kvlens.reporting:show",
+    "Run": "kvlens.loading:Run",
+    "KvlensError": "kvlens.errors:KvlensError",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 (the names are the table's)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'kvlens' has no attribute '{name}'")
+    module, _, attribute = _PUBLIC[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The command line: one file a verb, one table of verbs (`app.py`), one printer (`output.py`)."""

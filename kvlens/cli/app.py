@@ -1,0 +1,138 @@
+"""The `kvlens` command: verbs in the order of the flow, and which error gives which exit code.
+
+1. Only the verb that is named on the command line is imported; for the others `--help` needs the table below alone.
+2. The verb runs; its answer leaves through `output.Output`.
+3. Any error becomes two lines on stderr and an exit code: 0 done, 1 the verdict is no, 2 bad usage or input, 3 the
+   environment lacks something, 70 a bug, 130 interrupted.
+
+A new verb is one file in `kvlens/cli/` with a function `command`, and one row in `VERBS`.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import typer
+
+from kvlens import __version__
+from kvlens.cli import output
+from kvlens.errors import KvlensError
+
+
+class Verb(NamedTuple):
+    """One verb: its name, the module whose `command` runs it, and its line in `--help`."""
+
+    name: str
+    module: str
+    summary: str
+
+
+VERBS = (
+    Verb("label", "kvlens.cli.label", "Measure how much each cached token matters to the answer."),
+    Verb("inspect", "kvlens.cli.inspect", "Show which tokens mattered in a run, as a table or an HTML page."),
+    Verb("doctor", "kvlens.cli.doctor", "Report versions, device, attention backends and whether hooks bite."),
+    Verb("models", "kvlens.cli.models", "List the models in the cache folder."),
+)
+
+INTERNAL, INTERRUPTED = 70, 130
+DEBUG = "--debug"
+EPILOG = f"{DEBUG}, anywhere, adds the traceback to an error."
+_LACKING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOMEM}
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the command line `arguments` (default: the process's own)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = DEBUG in words
+    words = [word for word in words if word != DEBUG] or ["--help"]
+    try:
+        code = _build(words)(words, prog_name="kvlens", standalone_mode=False)
+        output.flush()
+    except SystemExit:  # typer's answer to a reader that closed the pipe while it printed help
+        output.drop_stdout()
+        return 0
+    except BaseException as error:
+        code, message, hint = _explain(error)
+        output.error(message, hint)
+        if debug:
+            output.note(traceback.format_exc().rstrip())
+    if code == INTERRUPTED:
+        output.error("interrupted", "the same command continues where it stopped")
+    return code if isinstance(code, int) else 0
+
+
+def _build(words: Sequence[str]) -> typer.Typer:
+    """The typer application with the verbs named in `words` imported and the others as a name and a summary."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=EPILOG,
+    )
+    app.callback()(_top)
+    for verb in VERBS:
+        run = importlib.import_module(verb.module).command if verb.name in words else _not_named
+        app.command(verb.name, short_help=verb.summary, epilog=EPILOG)(run)
+    return app
+
+
+def _print_version(asked: bool) -> bool:
+    if asked:
+        output.Output().answer(__version__, text=f"kvlens {__version__}")
+        raise typer.Exit()
+    return asked
+
+
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Which cached tokens matter, what shows it, and what a KV-cache policy really costs and keeps."""
+
+
+def _not_named() -> None:
+    """Stands for a verb that this command line does not name, and so cannot run."""
+
+
+def _explain(error: BaseException) -> tuple[int, str, str]:
+    """The exit code, the line of error and the line of hint for `error`."""
+    if isinstance(error, KvlensError):
+        return error.exit_code, error.message, error.hint
+    if isinstance(error, typer.TyperException):
+        command = getattr(getattr(error, "ctx", None), "command_path", None) or "kvlens"
+        return 2, _one_line(error.format_message()), f"{command} --help lists what it takes"
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return INTERRUPTED, "", ""
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
+        return (
+            3,
+            f"out of memory: {_one_line(error)}",
+            "use shorter traces (--limit, --target-tokens) or a larger machine",
+        )
+    if isinstance(error, OSError) and error.errno in _LACKING:
+        where = f" '{error.filename}'" if error.filename else ""
+        return 3, f"{error.strerror}{where}", "check the free space and the permissions there"
+    return (
+        INTERNAL,
+        f"internal error: {type(error).__name__}: {_one_line(error)}",
+        "--debug shows the traceback to report",
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """True for torch's ways to say so; torch itself is not imported here."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split()) or type(message).__name__

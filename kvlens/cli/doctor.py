@@ -1,0 +1,34 @@
+"""`kvlens doctor`: what this machine offers and whether hooks bite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvlens.cli import options
+from kvlens.cli.output import Output
+
+
+def command(json: options.Json = False, quiet: options.Quiet = False) -> None:
+    """Report versions, device, attention backends, the cache folder and whether hooks bite."""
+    from kvlens.model import cache_dir, doctor_facts
+
+    facts = doctor_facts()
+    lines = list(_lines(facts))
+    width = max(len(name) for name, _ in lines)
+    text = "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in lines)
+    Output(json, quiet).answer(facts, text=text, paths=[cache_dir()])
+
+
+def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each fact as a name and a value; a fact inside another is named by both."""
+    for name, value in facts.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping) and value:
+            yield from _lines(value, f"{label} ")
+        elif isinstance(value, bool):
+            yield label, "yes" if value else "no"
+        elif isinstance(value, (list, tuple)):
+            yield label, ", ".join(str(item) for item in value) or "none"
+        else:
+            yield label, "none" if value is None or value == {} else str(value)

@@ -1,0 +1,1 @@
+"""Measurements that need a model: interventions on the cache and the labels they give."""

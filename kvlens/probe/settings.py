@@ -1,0 +1,127 @@
+"""What was asked of a label run: every option in one frozen value, which is also what `run.json` keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kvlens import model as models
+from kvlens.errors import InputError, ModelRefused
+from kvlens.model import Model
+from kvlens.probe.cells import name_cells, parse_cells
+from kvlens.probe.deletion import refuse_what_needs_a_mask
+from kvlens.probe.occlusion import FILLERS, Intervention, filler_ids
+from kvlens.probe.subsets import require_surrogate
+
+UNITS = ("sentence", "step", "line", "spans")
+AUTO = "auto"
+# The labels of the EpiKV paper: what differs from the defaults.
+PRESETS: dict[str, dict[str, Any]] = {
+    "epikv": {
+        "intervention": "substitute",
+        "window": 32,
+        "stride": 16,
+        "flips": True,
+        "only_correct": True,
+        "skip_prompt": True,
+    }
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The configuration of a label run; None means: not asked for."""
+
+    intervention: str = "evict"
+    window: int = 1
+    stride: int | None = None
+    units: str | None = None
+    cells: str = "all"
+    lag: int | None = None
+    filler: str = "randmulti"
+    filler_id: int | None = None
+    per_target: bool = False
+    flips: bool = False
+    only_correct: bool = False
+    skip_prompt: bool = False
+    random_subsets: int = 0
+    screen: float | str | None = None
+    chat: bool = False
+    target_tokens: int = 48
+    beyond_context: bool = False
+    metric: str | None = None
+    seed: int = 0
+
+    def how(self, model: Model) -> Intervention:
+        """The intervention on this model."""
+        cells = parse_cells(self.cells, model.n_layers, model.n_heads)
+        return Intervention(self.intervention, self.lag, cells, self.filler, self.filler_id, self.seed)
+
+
+def make_settings(preset: str | None, model: Model, metric: Callable[..., Any] | None, **asked: Any) -> Settings:
+    """Settings from a preset and the options that were given (None: not given), checked for contradictions."""
+    base: dict[str, Any] = {}
+    if preset is not None:
+        if preset not in PRESETS:
+            raise InputError(f"preset {preset!r} does not exist", f"choose one of {', '.join(PRESETS)}")
+        base = PRESETS[preset]
+    if metric is not None:
+        asked["metric"] = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', repr(metric))}"
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "units" in given and (given.keys() & {"window", "stride"}):
+        raise InputError(
+            "windows are units of the text or of a fixed width", "drop --units, or --window and --stride"
+        )
+    settings = Settings(**(base | given))
+    if "filler" in given and settings.intervention != "substitute":
+        raise InputError(
+            f"{settings.intervention} puts no filler in", "drop --filler, or use --intervention substitute"
+        )
+    _check(settings)
+    how = settings.how(model)
+    _check_engine(settings, how, model)
+    return replace(settings, stride=settings.stride or settings.window, cells=name_cells(how.cells))
+
+
+def _check(settings: Settings) -> None:
+    for name in ("window", "stride", "target_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise InputError(f"{name} {value} is less than 1 token", "give a positive number of tokens")
+    if settings.units is not None and settings.units not in UNITS:
+        raise InputError(f"unit {settings.units!r} does not exist", f"choose one of {', '.join(UNITS)}")
+    if settings.filler not in FILLERS:
+        raise InputError(f"filler {settings.filler!r} does not exist", f"choose one of {', '.join(FILLERS)}")
+    if settings.random_subsets < 0:
+        raise InputError(f"{settings.random_subsets} random subsets", "give a number of masks, 0 for none")
+    if settings.random_subsets:
+        require_surrogate()
+    plain_evict = settings.intervention == "evict" and settings.lag is None
+    if settings.screen is not None:
+        wrong = settings.screen != AUTO and not (isinstance(settings.screen, (int, float)) and 0 < settings.screen <= 1)
+        if wrong:
+            raise InputError(f"screen {settings.screen!r} is no fraction", "give a fraction above 0 up to 1, or auto")
+        if not plain_evict:
+            raise InputError("the gradient screen predicts evict alone", "drop --screen, or use evict without --lag")
+    if settings.random_subsets and not plain_evict:
+        raise InputError("random subsets are evicted at the end of the context", "use evict without --lag")
+
+
+def _check_engine(settings: Settings, how: Intervention, model: Model) -> None:
+    """Nothing; raises where the model's attention backend or tokenizer cannot do what is asked."""
+    if how.kind == "substitute":
+        filler_ids(how, 1, 0, model)
+    if not models.ignores_masks(model):
+        return
+    refuse_what_needs_a_mask(model, how)
+    if settings.flips or settings.screen is not None:
+        raise ModelRefused(
+            f"flips and screens need an attention backend that honours masks, not {model.attention!r}",
+            "use --attention sdpa or eager",
+        )
+
+
+def as_config(settings: Settings) -> dict[str, Any]:
+    """The settings as `run.json` keeps them; the seed stands beside them there."""
+    return {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "seed"}

@@ -1,0 +1,265 @@
+"""Views of a labels run: which tokens mattered, as a table, as a page, and in a notebook.
+
+1. Rank: the tokens by |effect|, with their sign and a few words around each; position 0 is an attention sink whose
+   effect says nothing about its text, so it is shown apart and stays out of every scale.
+2. Scale: one symmetric scale for the whole page, ending at the 99th percentile of |effect|, so that a single extreme
+   does not bleach the rest.
+3. Write: self-contained HTML, each token tinted by its effect, its value on hover, all text escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvlens.disk import write_whole
+from kvlens.errors import InputError
+from kvlens.loading import Run, load
+from kvlens.page_style import N_STEPS, step, step_class, style_sheet, visible
+from kvlens.schemas import LABELS
+
+SCALE_QUANTILE = 0.99
+CONTEXT_CHARACTERS = 32
+
+
+def inspect(
+    run: Run | str | Path, *, trace: str | None = None, n: int = 20, html: str | Path | None = None
+) -> pd.DataFrame:
+    """The `n` most important tokens of a labels run (of one trace, or of all); `html` also writes the page there.
+
+    Raises: InputError when it is no finished labels run or has no such trace.
+    """
+    run = labels_run(run)
+    table = top_tokens(run, trace, n)
+    if html is not None:
+        write_whole(Path(html), page(run, None if trace is None else [trace]).encode())
+    return table
+
+
+def top_tokens(run: Run | str | Path, trace_id: str | None = None, n: int = 20) -> pd.DataFrame:
+    """The `n` labelled tokens with the largest |effect|, in nats, position 0 left out (see `sink_effects`).
+
+    Columns: trace_id, pos, token, segment, effect_nats, and the text `before` and `after` the token.
+    """
+    run = labels_run(run)
+    tokens = run.tokens if trace_id is None else _tokens_of(run, trace_id)
+    ranked = tokens[tokens.effect_nats.notna() & (tokens.pos > 0)]
+    order = np.argsort(-ranked.effect_nats.abs().to_numpy(), kind="stable")[:n]
+    top = ranked.iloc[order][["trace_id", "pos", "token", "segment", "effect_nats"]].reset_index(drop=True)
+    around = [_around(_tokens_of(run, row.trace_id), int(row.pos)) for row in top.itertuples()]
+    return top.assign(before=[before for before, _ in around], after=[after for _, after in around])
+
+
+def sink_effects(run: Run | str | Path) -> pd.Series:
+    """The effect of position 0 in nats, by trace_id; traces where it was not labelled are absent."""
+    tokens = labels_run(run).tokens
+    return tokens[(tokens.pos == 0) & tokens.effect_nats.notna()].set_index("trace_id").effect_nats
+
+
+def facts(run: Run) -> dict[str, str]:
+    """What a reader must know before a number of this run: model, intervention, windows, precision, noise."""
+    meta, config = run.meta, run.meta["config"]
+    model = meta["model"]
+    units = config.get("units")
+    window = (
+        f"units: {units}"
+        if units
+        else f"width {config.get('window', '?')}, stride {config.get('stride', '?')}, in tokens"
+    )
+    noise = run.traces.noise_nats.dropna()
+    rows = {
+        "model": f"{model['name']}" + (f" ({model['note']})" if model.get("note") else ""),
+        "intervention": ", ".join(sorted(run.windows.intervention.unique())) or str(config.get("intervention", "?")),
+        "windows": window,
+        "cells": ", ".join(sorted(run.windows.cells.unique())),
+        "precision": f"{meta['dtype']} on {meta['device']}, attention {meta['attention'] or 'default'}",
+        "noise floor": f"{noise.median():.2g} nats (median), {noise.max():.2g} (largest)"
+        if len(noise)
+        else "not measured",
+        "traces": f"{len(run.traces):,}"
+        + (f", {len(skipped):,} skipped" if (skipped := meta["counts"]["skipped"]) else ""),
+        "made": f"{meta['finished']} with kvlens {meta['versions']['kvlens']}, seed {meta['seed']}",
+    }
+    return {name: value for name, value in rows.items() if value}
+
+
+def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:
+    """The run as one HTML page without any outside resource: the given traces, or all of them."""
+    run = labels_run(run)
+    ids = list(run.traces.trace_id) if trace_ids is None else list(trace_ids)
+    scale = _scale(pd.concat([_tokens_of(run, trace_id) for trace_id in ids])) if ids else 0.0
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{_shown(value)}</dd>" for name, value in facts(run).items())
+    sections = "\n".join(
+        _section(run, trace_id, scale, f"t{number}", len(ids) == 1) for number, trace_id in enumerate(ids)
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>kvlens: {_shown(Path(run.path).name)}</title>
+<style>{style_sheet()}</style></head>
+<body><main class="kvlens page"><header><h1>Which cached tokens mattered</h1>
+<div class="soft">{_shown(run.path)}, {escape(run.schema)}</div><dl>{rows}</dl></header>
+{_legend(scale)}
+{_contents(run, ids) if len(ids) > 1 else ""}
+{sections}
+</main></body></html>
+"""
+
+
+def show(labels: Run | str | Path, trace_id: str | None = None) -> View:
+    """One trace of a labels run (default: its first) as a notebook shows it."""
+    run = labels_run(labels)
+    if trace_id is None and run.traces.empty:
+        raise InputError(f"showing {run!r} failed: it has no traces", "look at counts.skipped in its run.json")
+    return View(run, trace_id if trace_id is not None else str(run.traces.trace_id.iloc[0]))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class View:
+    """A trace to look at: tinted text in a notebook, a table of its top tokens elsewhere."""
+
+    run: Run
+    trace_id: str
+
+    def __post_init__(self) -> None:
+        _tokens_of(self.run, self.trace_id)
+
+    def _repr_html_(self) -> str:
+        scale = _scale(_tokens_of(self.run, self.trace_id))
+        about = facts(self.run)
+        line = ", ".join(about[name] for name in ("model", "intervention", "precision"))
+        head = f'<style>{style_sheet()}</style><div class="soft">{_shown(line)}</div>{_legend(scale)}'
+        return f'<div class="kvlens">{head}{_section(self.run, self.trace_id, scale, "", True)}</div>'
+
+    def __repr__(self) -> str:
+        top = top_tokens(self.run, self.trace_id, 10)
+        shown = top.assign(**{name: top[name].map(visible) for name in ("token", "before", "after")})
+        return f"{self.trace_id}\n{shown.drop(columns='trace_id').to_string(index=False)}"
+
+
+def labels_run(run: Run | str | Path) -> Run:
+    """The labels run behind `run`, loaded when it is a path.
+
+    Raises: InputError when it is of another schema, or several runs stacked.
+    """
+    run = run if isinstance(run, Run) else load(run)
+    if run.schema != LABELS or "runs" in run.meta:
+        what = "several runs" if "runs" in run.meta else f"schema '{run.schema}'"
+        raise InputError(f"viewing {run!r} failed: {what}, not one run of '{LABELS}'", "give the folder of a label run")
+    return run
+
+
+def nats(value: float) -> str:
+    """A signed effect in three digits, with a true minus sign."""
+    return f"{value:+#.3g}".rstrip(".").replace("-", "−")
+
+
+def _tokens_of(run: Run, trace_id: str) -> pd.DataFrame:
+    tokens = run.tokens[run.tokens.trace_id == trace_id]
+    if tokens.empty:
+        known = [str(name) for name in run.traces.trace_id]
+        near = get_close_matches(trace_id, known, n=3, cutoff=0.3) or known[:3]
+        raise InputError(f"'{run.path}' has no trace '{trace_id}'", f"its traces are named like {', '.join(near)}")
+    return tokens
+
+
+def _around(tokens: pd.DataFrame, pos: int) -> tuple[str, str]:
+    """A few words before and after position `pos`."""
+    before = "".join(tokens.token[tokens.pos.between(pos - CONTEXT_CHARACTERS, pos - 1)])
+    after = "".join(tokens.token[tokens.pos.between(pos + 1, pos + CONTEXT_CHARACTERS)])
+    return before[-CONTEXT_CHARACTERS:], after[:CONTEXT_CHARACTERS]
+
+
+def _scale(tokens: pd.DataFrame) -> float:
+    """Where the colour scale ends, in nats; 0 when nothing is labelled."""
+    sizes = tokens.effect_nats[tokens.pos > 0].abs().replace(np.inf, np.nan).dropna()
+    return float(sizes.quantile(SCALE_QUANTILE)) if len(sizes) else 0.0
+
+
+def _shown(text: str) -> str:
+    return escape(visible(text))
+
+
+def _legend(scale: float) -> str:
+    steps = "".join(f'<span class="{step_class(number)}"></span>' for number in range(-N_STEPS, N_STEPS + 1))
+    ticks = "".join(f"<span>{nats(scale * part) if part else '0'}</span>" for part in (-1, -0.5, 0, 0.5, 1))
+    return f"""<div class="legend"><div class="bar"><span>better without it</span><div class="steps">{steps}</div>
+<span>the target needs it</span><div class="ticks">{ticks}</div></div>
+<div class="keys"><span>Effect in nats: log p(target) with the token minus without it</span>
+<span><span class="sink">position 0</span> attention sink, off the scale</span>
+<span>no tint: under {nats(scale / N_STEPS / 2)[1:]}, within the noise, or not labelled</span></div></div>"""
+
+
+def _contents(run: Run, ids: list[str]) -> str:
+    items = []
+    for number, trace_id in enumerate(ids):
+        tokens = _tokens_of(run, trace_id)
+        effects = tokens.effect_nats[tokens.pos > 0].dropna()
+        largest = f", largest {nats(effects.loc[effects.abs().idxmax()])} nats" if len(effects) else ""
+        note = f"{len(tokens):,} tokens{largest}"
+        items.append(f'<li><a href="#t{number}">{_shown(trace_id)}</a> <span class="soft">{note}</span></li>')
+    return f'<nav aria-label="Traces"><h2>Traces</h2><ol>{"".join(items)}</ol></nav>'
+
+
+def _section(run: Run, trace_id: str, scale: float, anchor: str, open_table: bool) -> str:
+    """One trace: its numbers, its text by segment, its top tokens."""
+    tokens = _tokens_of(run, trace_id).sort_values("pos")
+    trace = run.traces[run.traces.trace_id == trace_id].iloc[0]
+    noise = 0.0 if pd.isna(trace.noise_nats) else float(trace.noise_nats)
+    numbers = [f"{trace.n_tokens:,} tokens, {trace.n_target:,} of them target"]
+    if pd.notna(trace.log_prob_full):
+        numbers.append(f"log p(target) = {nats(trace.log_prob_full)} nats")
+    numbers += [f"position 0: {nats(value)} nats" for value in sink_effects(run)[lambda s: s.index == trace_id]]
+    pieces = []
+    for segment, rows in tokens.groupby("segment", sort=False):
+        spans = "".join(_spans(rows, scale, noise))
+        pieces.append(f'<div class="piece {escape(segment)}"><div class="soft">{escape(segment)}</div>')
+        pieces.append(f'<div class="tokens">{spans}</div></div>')
+    head = f'<h2>{_shown(trace_id)}</h2><div class="soft">{escape("; ".join(numbers))}</div>'
+    return (
+        f'<section id="{anchor}">{head}{"".join(pieces)}{_top_table(run, trace_id, scale, noise, open_table)}</section>'
+    )
+
+
+def _spans(tokens: pd.DataFrame, scale: float, noise: float) -> Iterator[str]:
+    """The tokens as HTML; the value is in `title`, a line break shows its sign and then breaks."""
+    for row in tokens.itertuples():
+        known = pd.notna(row.effect_nats)
+        name = "sink" if row.pos == 0 else step_class(step(row.effect_nats, scale, noise) if known else 0)
+        effect = f"{nats(row.effect_nats)} nats" if known else "target" if row.segment == "target" else "not labelled"
+        flips = ", the answer flips" if pd.notna(row.flipped) and row.flipped else ""
+        title = escape(f"{effect}{flips} · position {row.pos} · “{visible(row.token)}”")
+        text = _shown(row.token).replace("↵", '<span class="nl">↵</span>\n') if "\n" in row.token else _shown(row.token)
+        yield f'<span{f" class={name}" if name else ""} title="{title}">{text}</span>'
+
+
+def _top_table(run: Run, trace_id: str, scale: float, noise: float, opened: bool) -> str:
+    """The ten tokens with the largest |effect|, for reading without colour."""
+    rows = []
+    for row in top_tokens(run, trace_id, 10).itertuples():
+        tint = step_class(step(row.effect_nats, scale, noise))
+        context = f'{_shown(row.before)}<mark class="{tint}">{_shown(row.token)}</mark>{_shown(row.after)}'
+        cells = f'<td class="number">{nats(row.effect_nats)}</td><td class="number">{row.pos}</td>'
+        rows.append(f'<tr>{cells}<td>{escape(row.segment)}</td><td class="context">{context}</td></tr>')
+    if not rows:
+        return ""
+    head = '<th class="number">nats</th><th class="number">position</th><th>segment</th><th>in context</th>'
+    return f"""<details{" open" if opened else ""}><summary>Most important tokens</summary>
+<table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></details>"""
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The run's facts and the sink's effect, as JSON values."""
+    sinks = sink_effects(run)
+    return {
+        "path": run.path,
+        "schema": run.schema,
+        **facts(run),
+        "sink_nats_median": sinks.median() if len(sinks) else None,
+    }

@@ -1,0 +1,101 @@
+"""What `run.json` says of a folder: is it empty, this run, another run, or no run at all?
+
+1. Read: a folder that holds files but no state of ours is never touched.
+2. Compare: schema, configuration, model fingerprint, input hash, seed and dtype make a run; versions, device and time
+   do not.
+3. Begin or go on: the state of a run that starts, or of one that is continued.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from kvlens.disk import LOCK, TEMPORARY, disk
+from kvlens.errors import InputError
+from kvlens.provenance import now, versions
+
+STATE = "run.json"
+
+
+def held_state(path: Path) -> dict[str, Any] | None:
+    """The `run.json` in `path`, or None in an empty folder.
+
+    Raises: InputError when `path` holds files but no run that kvlens wrote.
+    """
+    refusal = "choose another folder; kvlens neither continues nor replaces what it did not write"
+    with disk(f"reading '{path}'"):
+        if not (path / STATE).exists():
+            if others := [p.name for p in path.iterdir() if p.name != LOCK and not p.match(TEMPORARY)]:
+                raise InputError(f"'{path}' is no kvlens run: it holds {sorted(others)[:3]} but no {STATE}", refusal)
+            return None
+        text = (path / STATE).read_bytes()
+    try:
+        state = json.loads(text)
+        if state["schema"].startswith("kvlens.") and state["run_id"] and state["status"] in ("running", "complete"):
+            return dict(state)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise InputError(f"'{path}' is no kvlens run: its {STATE} was not written by kvlens or is damaged", refusal)
+
+
+def start_afresh(path: Path, held: dict[str, Any], wanted: dict[str, Any], force: bool) -> bool:
+    """True when `force` replaces the run in `path`; False when it is the same run and may go on.
+
+    Raises: InputError when it is another run and `force` is not given.
+    """
+    differences = _differences(held, wanted)
+    if differences and not force:
+        raise InputError(
+            f"'{path}' holds a run from a different configuration: {'; '.join(differences[:3])}",
+            "choose another output folder, or add --force to replace that run",
+        )
+    return bool(differences) or (force and held["status"] == "complete")
+
+
+def _differences(held: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What makes `held` another run than `wanted`, in words; versions, device and time do not count."""
+
+    def identity(state: dict[str, Any]) -> dict[str, Any]:
+        top = {name: state.get(name) for name in ("schema", "input_hash", "seed", "dtype")}
+        model = {"model fingerprint": (state.get("model") or {}).get("fingerprint")}
+        return top | model | {f"config {key}": value for key, value in (state.get("config") or {}).items()}
+
+    there, here = identity(held), identity(wanted)
+    names = [name for name in here | there if there.get(name) != here.get(name)]
+    return [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in names]
+
+
+def check_tables(path: Path, state: dict[str, Any]) -> None:
+    """Nothing for a finished run whose tables are all there.
+
+    Raises: InputError when one is missing or has another length.
+    """
+    for table, facts in state["tables"].items():
+        file = path / f"{table}.parquet"
+        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+            raise InputError(f"'{file}' is missing or not as the run wrote it", "add --force to compute the run anew")
+
+
+def fresh(wanted: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run that starts now."""
+    progress: dict[str, Any] = {
+        "wall_seconds": 0.0,
+        "peak_bytes": None,
+        "counts": {"skipped": []},
+        "plan": None,
+        "events": [],
+    }
+    begun = {"status": "running", "run_id": secrets.token_hex(8), "created": now(), "versions": versions()}
+    return {"schema": wanted["schema"]} | begun | wanted | progress
+
+
+def continued(held: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """The state of a run that goes on; a changed machine or version is recorded, not refused."""
+    here = {"device": wanted["device"], "attention": wanted["attention"], "versions": versions()}
+    changed = {name: {"before": held[name], "now": value} for name, value in here.items() if held[name] != value}
+    if changed:
+        held["events"].append({"kind": "continued elsewhere", **changed})
+    return held | here

@@ -1,0 +1,112 @@
+"""The tables of every run schema: which columns, of which type, and which of them may be null.
+
+Columns are fixed: adding one is fine, renaming one needs a new schema version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from jaxtyping import Bool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LABELS = "kvlens.labels/1"
+
+
+def _schema(required: Iterable[tuple[str, pa.DataType]], optional: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
+    fields = [pa.field(name, kind, nullable=False) for name, kind in required]
+    return pa.schema(fields + [pa.field(name, kind) for name, kind in optional])
+
+
+LABELS_TABLES: dict[str, pa.Schema] = {
+    "windows": _schema(
+        [
+            ("trace_id", pa.string()),
+            ("window_start", pa.int32()),
+            ("window_end", pa.int32()),
+            ("intervention", pa.string()),
+            ("cells", pa.string()),
+            ("selected_by", pa.string()),
+        ],
+        [
+            ("effect_nats", pa.float64()),
+            ("kl_nats", pa.float64()),
+            ("flipped", pa.bool_()),
+            ("per_target", pa.list_(pa.float32())),
+            ("lag", pa.int32()),
+            ("metric_effect", pa.float64()),
+        ],
+    ),
+    "tokens": _schema(
+        [
+            ("trace_id", pa.string()),
+            ("pos", pa.int32()),
+            ("token_id", pa.int32()),
+            ("token", pa.string()),
+            ("segment", pa.string()),
+        ],
+        [("effect_nats", pa.float64()), ("flipped", pa.bool_())],
+    ),
+    "traces": _schema(
+        [("trace_id", pa.string()), ("n_tokens", pa.int32()), ("n_target", pa.int32())],
+        [("log_prob_full", pa.float64()), ("noise_nats", pa.float64())],
+    ),
+    # One row per random keep-mask of `--random-subsets`; `kept` is `pack_kept` of the context positions.
+    "subsets": _schema(
+        [("trace_id", pa.string()), ("subset", pa.int32()), ("kept", pa.binary())],
+        [("effect_nats", pa.float64())],
+    ),
+}
+
+SCHEMAS: dict[str, dict[str, pa.Schema]] = {LABELS: LABELS_TABLES}
+
+
+def pack_kept(kept: Bool[np.ndarray, " pos"]) -> bytes:
+    """A keep-mask (True = kept) as bytes, one bit a position, the first position in the highest bit."""
+    return np.packbits(kept).tobytes()
+
+
+def unpack_kept(packed: bytes, n_positions: int) -> Bool[np.ndarray, " pos"]:
+    """The keep-mask (True = kept) of `n_positions` positions that `pack_kept` stored."""
+    return np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=n_positions).astype(bool)
+
+
+def to_arrow(frame: pd.DataFrame | Mapping[str, Any], schema: pa.Schema) -> pa.Table:
+    """The rows of `frame` in the types of `schema`; NaN becomes null, a scalar a constant column.
+
+    Raises: ValueError for a column that is unknown, missing though required, or null though required.
+    """
+    if unknown := [str(name) for name in frame if name not in schema.names]:
+        raise ValueError(f"columns {unknown} are not in the schema, which has {schema.names}")
+    lengths = {len(column) for column in (frame[name] for name in frame) if not _is_scalar(column)}
+    if len(lengths) != 1:
+        raise ValueError(f"columns of one length are needed, got lengths {sorted(lengths)}")
+    n_rows = lengths.pop()
+    columns = []
+    for field in schema:
+        column = frame.get(field.name)
+        values = pa.array([column] * n_rows if _is_scalar(column) else column, type=field.type, from_pandas=True)
+        if values.null_count and not field.nullable:
+            raise ValueError(f"column '{field.name}' is missing or has nulls")
+        columns.append(values)
+    return pa.table(columns, schema=schema)
+
+
+def to_pandas(table: pa.Table) -> pd.DataFrame:
+    """The table as a DataFrame; integers and booleans that may be null keep their kind (`Int32`, `boolean`)."""
+    kinds = {pa.int32(): pd.Int32Dtype(), pa.bool_(): pd.BooleanDtype()}
+    columns = {
+        field.name: table.column(field.name).to_pandas(types_mapper=kinds.get if field.nullable else None)
+        for field in table.schema
+    }
+    return pd.DataFrame(columns)
+
+
+def _is_scalar(column: Any) -> bool:
+    return column is None or isinstance(column, (str, bytes, bool, int, float, np.generic))

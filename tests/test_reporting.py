@@ -1,0 +1,225 @@
+"""Do the table, the page and the notebook view show the right tokens, escaped, and legibly?"""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import made_runs
+import numpy as np
+import pytest
+
+from kvlens import reporting
+from kvlens.errors import InputError
+from kvlens.loading import Run, load
+from kvlens.page_style import DARK, LIGHT, N_STEPS, colours, step, step_class, style_sheet, visible
+
+EFFECTS = {3: 2.0, 7: -1.5, 12: 0.75}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return load(made_runs.write(tmp_path / "run", {"apples": made_runs.APPLES, "<b>": made_runs.HOSTILE}, EFFECTS))
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text of the token spans."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def token_spans(page: str) -> list[dict[str, str | None]]:
+    return [attributes for tag, attributes in Elements(page).tags if tag == "span" and attributes.get("title")]
+
+
+def test_top_tokens_are_ranked_by_size_with_their_sign_and_without_the_sink(run: Run) -> None:
+    top = reporting.top_tokens(run, "apples", n=3)
+    assert list(top.pos) == [3, 7, 12]
+    assert list(top.effect_nats) == [2.0, -1.5, 0.75]
+    assert list(top.trace_id) == ["apples"] * 3
+    tokens = run.tokens[run.tokens.trace_id == "apples"].token
+    assert top.token[0] == tokens.iloc[3]
+    text = "".join(tokens)
+    around = top.before[0] + top.token[0] + top.after[0]
+    assert around in text
+    assert text.startswith(top.before[0] + top.token[0])
+    assert reporting.sink_effects(run).to_dict() == {"apples": 23.5, "<b>": 23.5}
+
+
+def test_top_tokens_of_all_traces_and_never_of_the_target(run: Run) -> None:
+    top = reporting.top_tokens(run, n=10_000)
+    assert set(top.trace_id) == {"apples", "<b>"}
+    assert set(top.segment) <= {"prompt", "reasoning"}
+    assert len(top) == int((run.tokens.effect_nats.notna() & (run.tokens.pos > 0)).sum())
+    assert (np.diff(top.effect_nats.abs()) <= 0).all()
+
+
+def test_the_page_tints_every_token_by_its_own_effect(run: Run) -> None:
+    spans = token_spans(reporting.page(run, ["apples"]))
+    tokens = run.tokens[run.tokens.trace_id == "apples"]
+    assert len(spans) == len(tokens)
+    assert spans[0]["class"] == "sink"
+    assert "+23.5 nats" in str(spans[0]["title"])
+    assert spans[3]["class"] == f"p{N_STEPS}"
+    assert str(spans[3]["title"]).startswith("+2.00 nats · position 3 · ")
+    assert spans[7]["class"].startswith("m")  # type: ignore[union-attr]
+    assert "−1.50 nats" in str(spans[7]["title"])
+    assert all("class" not in span for span, segment in zip(spans, tokens.segment, strict=True) if segment == "target")
+
+
+def test_the_scale_ignores_the_sink(run: Run) -> None:
+    page = reporting.page(run, ["apples"])
+    assert "+23.5" not in re.search(r'<div class="ticks">.*?</div>', page).group()  # type: ignore[union-attr]
+
+
+def test_the_page_names_what_a_reader_must_know(run: Run) -> None:
+    page = unescape(reporting.page(run))
+    for fact in (
+        "made-up (Q4_1, dequantised)",
+        "evict",
+        "width 1, stride 1",
+        "float32",
+        "2e-06 nats",
+        "seed 0",
+        "nats",
+    ):
+        assert fact in page
+
+
+def test_text_cannot_become_markup(run: Run) -> None:
+    page = reporting.page(run)
+    tags = [tag for tag, _ in Elements(page).tags]
+    assert not {"script", "img", "b"} & set(tags)
+    assert tags.count("main") == tags.count("style") == 1
+    assert not any(name.startswith("on") for _, attributes in Elements(page).tags for name in attributes)
+    body = page[page.index("<body>") :]
+    assert not [char for char in body if visible(char) != char and char != "\n"]
+    assert "⟨202E⟩" in body
+    assert "␛" in body
+    assert "\ufffd" in body
+
+
+def test_the_page_asks_for_nothing_from_outside(run: Run) -> None:
+    page = reporting.page(run)
+    assert not re.search(r"https?:|url\(|@import|src=|<link|<script", page)
+    assert {tag: attributes for tag, attributes in Elements(page).tags if tag == "a"}["a"]["href"].startswith("#")  # type: ignore[union-attr]
+
+
+def test_many_traces_get_a_table_of_contents_and_one_does_not(run: Run) -> None:
+    page = reporting.page(run)
+    links = [attributes["href"] for tag, attributes in Elements(page).tags if tag == "a"]
+    anchors = [attributes["id"] for tag, attributes in Elements(page).tags if tag == "section"]
+    assert links == [f"#{anchor}" for anchor in anchors]
+    assert len(anchors) == 2
+    assert "<nav" not in reporting.page(run, ["apples"])
+
+
+def test_the_text_of_a_trace_stands_on_the_page_whole(run: Run) -> None:
+    page = reporting.page(run, ["apples"])
+    blocks = re.findall(r'<div class="tokens">(.*?)</div>', page, re.DOTALL)
+    shown = unescape(re.sub(r"<[^>]*>", "", "".join(blocks))).replace("↵", "").replace("⇥", "\t")
+    assert shown == "".join(made_runs.APPLES)
+    assert re.findall(r'<div class="piece (\w+)">', page) == ["prompt", "reasoning", "target"]
+
+
+def test_an_empty_selection_and_an_unlabelled_run_still_make_a_page(tmp_path: Path, run: Run) -> None:
+    assert "<section" not in reporting.page(run, [])
+    columns = made_runs.rows("bare", made_runs.APPLES)
+    columns["tokens"]["effect_nats"] = np.full(len(columns["tokens"]["pos"]), np.nan)
+    with made_runs.start(tmp_path / "bare") as bare:
+        for table in ("tokens", "traces"):
+            bare.write_part(table, "bare", columns[table])
+        bare.write_part("windows", "bare", columns["windows"])
+        bare.finish({table: ["bare"] for table in columns})
+    page = reporting.page(tmp_path / "bare")
+    assert not [span for span in token_spans(page) if span.get("class") not in (None, "sink")]
+    assert "not labelled" in page
+    assert reporting.top_tokens(tmp_path / "bare").empty
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_has_enough_contrast_on_every_colour(theme: dict[str, str]) -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one: str, other: str) -> float:
+        high, low = sorted((luminance(one), luminance(other)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    palette = colours(theme)
+    steps = [name for name in palette if re.fullmatch(r"[pm]\d+", name)]
+    assert len(steps) == 2 * N_STEPS
+    assert min(contrast(palette["ink"], palette[name]) for name in [*steps, "ground"]) >= 4.5
+    assert contrast(palette["soft"], palette["ground"]) >= 4.5
+    for sign in "pm":  # a stronger effect is always further from the ground
+        away = [contrast(palette[f"{sign}{number}"], palette["ground"]) for number in range(1, N_STEPS + 1)]
+        assert away == sorted(away)
+
+
+@pytest.mark.parametrize(
+    ("effect", "expected"),
+    [(2.0, 8), (-2.0, -8), (90.0, 8), (1.0, 4), (-1.0, -4), (0.05, 0), (0.0, 0), (float("nan"), 0), (-np.inf, -8)],
+)
+def test_steps_are_symmetric_and_end_at_the_scale(effect: float, expected: int) -> None:
+    assert step(effect, scale=2.0, noise=0.0) == expected
+
+
+def test_effects_within_the_noise_get_no_tint() -> None:
+    assert step(1.0, scale=2.0, noise=1.0) == 0
+    assert step(1.0, scale=0.0, noise=0.0) == 0
+    assert [step_class(number) for number in (-3, 0, 2)] == ["m3", "", "p2"]
+    assert all(f".{step_class(number)}{{" in style_sheet() for number in range(-N_STEPS, N_STEPS + 1) if number)
+
+
+def test_invisible_characters_become_signs() -> None:
+    text = "a\n\t\x1b\x00\x7f\x9b\u202e\u2028\ud800é東🌧"
+    assert visible(text) == "a↵⇥␛␀␡⟨009B⟩⟨202E⟩⟨2028⟩⟨D800⟩é東🌧"
+
+
+def test_show_gives_a_notebook_the_same_view(run: Run, tmp_path: Path) -> None:
+    view = reporting.show(run, "apples")
+    assert token_spans(view._repr_html_()) == token_spans(reporting.page(run, ["apples"]))
+    assert "<html" not in view._repr_html_()
+    assert "2.0" in repr(view)
+    assert repr(reporting.show(tmp_path / "run")) == repr(view)
+    hostile = repr(reporting.show(run, "<b>"))
+    assert "\x1b" not in hostile
+
+
+def test_notebook_themes_win_over_the_systems(run: Run) -> None:
+    html = reporting.show(run)._repr_html_()
+    assert html.index("prefers-color-scheme:dark") < html.index('data-jp-theme-light="true"')
+    assert 'data-jp-theme-light="false"' in html
+
+
+def test_an_unknown_trace_is_refused_with_names_like_it(run: Run) -> None:
+    for look in (reporting.show, reporting.top_tokens):
+        with pytest.raises(InputError, match="no trace 'aples'") as caught:
+            look(run, "aples")
+        assert "apples" in caught.value.hint
+
+
+def test_only_one_label_run_can_be_viewed(tmp_path: Path, run: Run) -> None:
+    with pytest.raises(InputError, match="several runs"):
+        reporting.page(load([tmp_path / "run"]))
+    other = Run(run.path, run.meta | {"schema": "kvlens.signals/1"}, run.tables)
+    with pytest.raises(InputError, match=r"kvlens\.signals/1"):
+        reporting.top_tokens(other)
+
+
+def test_inspect_is_the_table_and_writes_the_page(tmp_path: Path, run: Run) -> None:
+    table = reporting.inspect(tmp_path / "run", trace="apples", n=2, html=tmp_path / "page.html")
+    assert list(table.pos) == [3, 7]
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == reporting.page(run, ["apples"])
+    assert json.dumps(reporting.summary(run))

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 # public name -> "module:attribute"
 _PUBLIC = {
+    "traces": "kvlens.probe.own_traces:traces",
     "label": "kvlens.probe.labels:label",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",

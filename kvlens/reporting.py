@@ -1,7 +1,8 @@
 """Views of a labels run: which tokens mattered, as a table, as a page, and in a notebook.
 
 1. Rank: the tokens by |effect|, with their sign and a few words around each; position 0 is an attention sink whose
-   effect says nothing about its text, so it is shown apart and stays out of every scale.
+   effect says nothing about its text, so it and what shares a window with it are shown apart and stay out of every
+   scale.
 2. Scale: one symmetric scale for the whole page, ending at the 99th percentile of |effect|, so that a single extreme
    does not bleach the rest.
 3. Write: self-contained HTML, each token tinted by its effect, its value on hover, all text escaped.
@@ -44,17 +45,23 @@ def inspect(
 
 
 def top_tokens(run: Run | str | Path, trace_id: str | None = None, n: int = 20) -> pd.DataFrame:
-    """The `n` labelled tokens with the largest |effect|, in nats, position 0 left out (see `sink_effects`).
+    """The `n` labelled tokens with the largest |effect|, in nats, position 0 left out (see `beside_sink`).
 
     Columns: trace_id, pos, token, segment, effect_nats, and the text `before` and `after` the token.
     """
     run = labels_run(run)
-    tokens = run.tokens if trace_id is None else _tokens_of(run, trace_id)
-    ranked = tokens[tokens.effect_nats.notna() & (tokens.pos > 0)]
+    tokens = run.tokens if trace_id is None else tokens_of(run, trace_id)
+    ranked = tokens[tokens.effect_nats.notna() & ~beside_sink(run, tokens)]
     order = np.argsort(-ranked.effect_nats.abs().to_numpy(), kind="stable")[:n]
     top = ranked.iloc[order][["trace_id", "pos", "token", "segment", "effect_nats"]].reset_index(drop=True)
-    around = [_around(_tokens_of(run, row.trace_id), int(row.pos)) for row in top.itertuples()]
+    around = [_around(tokens_of(run, row.trace_id), int(row.pos)) for row in top.itertuples()]
     return top.assign(before=[before for before, _ in around], after=[after for _, after in around])
+
+
+def beside_sink(run: Run, tokens: pd.DataFrame) -> pd.Series:
+    """Which of these rows of `run.tokens` are position 0, or share a window with it and so carry its effect."""
+    first = run.windows[run.windows.window_start == 0].groupby("trace_id").window_end.max()
+    return tokens.pos < tokens.trace_id.map(first).fillna(1)
 
 
 def sink_effects(run: Run | str | Path) -> pd.Series:
@@ -94,7 +101,7 @@ def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:
     """The run as one HTML page without any outside resource: the given traces, or all of them."""
     run = labels_run(run)
     ids = list(run.traces.trace_id) if trace_ids is None else list(trace_ids)
-    scale = _scale(pd.concat([_tokens_of(run, trace_id) for trace_id in ids])) if ids else 0.0
+    scale = _scale(run, pd.concat([tokens_of(run, trace_id) for trace_id in ids])) if ids else 0.0
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{_shown(value)}</dd>" for name, value in facts(run).items())
     sections = "\n".join(
         _section(run, trace_id, scale, f"t{number}", len(ids) == 1) for number, trace_id in enumerate(ids)
@@ -128,10 +135,10 @@ class View:
     trace_id: str
 
     def __post_init__(self) -> None:
-        _tokens_of(self.run, self.trace_id)
+        tokens_of(self.run, self.trace_id)
 
     def _repr_html_(self) -> str:
-        scale = _scale(_tokens_of(self.run, self.trace_id))
+        scale = _scale(self.run, tokens_of(self.run, self.trace_id))
         about = facts(self.run)
         line = ", ".join(about[name] for name in ("model", "intervention", "precision"))
         head = f'<style>{style_sheet()}</style><div class="soft">{_shown(line)}</div>{_legend(scale)}'
@@ -160,7 +167,8 @@ def nats(value: float) -> str:
     return f"{value:+#.3g}".rstrip(".").replace("-", "−")
 
 
-def _tokens_of(run: Run, trace_id: str) -> pd.DataFrame:
+def tokens_of(run: Run, trace_id: str) -> pd.DataFrame:
+    """One trace's rows of the table `tokens`. Raises: InputError with names like it when there is no such trace."""
     tokens = run.tokens[run.tokens.trace_id == trace_id]
     if tokens.empty:
         known = [str(name) for name in run.traces.trace_id]
@@ -176,9 +184,9 @@ def _around(tokens: pd.DataFrame, pos: int) -> tuple[str, str]:
     return before[-CONTEXT_CHARACTERS:], after[:CONTEXT_CHARACTERS]
 
 
-def _scale(tokens: pd.DataFrame) -> float:
+def _scale(run: Run, tokens: pd.DataFrame) -> float:
     """Where the colour scale ends, in nats; 0 when nothing is labelled."""
-    sizes = tokens.effect_nats[tokens.pos > 0].abs().replace(np.inf, np.nan).dropna()
+    sizes = tokens.effect_nats[~beside_sink(run, tokens)].abs().replace(np.inf, np.nan).dropna()
     return float(sizes.quantile(SCALE_QUANTILE)) if len(sizes) else 0.0
 
 
@@ -192,15 +200,15 @@ def _legend(scale: float) -> str:
     return f"""<div class="legend"><div class="bar"><span>better without it</span><div class="steps">{steps}</div>
 <span>the target needs it</span><div class="ticks">{ticks}</div></div>
 <div class="keys"><span>Effect in nats: log p(target) with the token minus without it</span>
-<span><span class="sink">position 0</span> attention sink, off the scale</span>
+<span><span class="sink">position 0</span> attention sink, with its window off the scale</span>
 <span>no tint: under {nats(scale / N_STEPS / 2)[1:]}, within the noise, or not labelled</span></div></div>"""
 
 
 def _contents(run: Run, ids: list[str]) -> str:
     items = []
     for number, trace_id in enumerate(ids):
-        tokens = _tokens_of(run, trace_id)
-        effects = tokens.effect_nats[tokens.pos > 0].dropna()
+        tokens = tokens_of(run, trace_id)
+        effects = tokens.effect_nats[~beside_sink(run, tokens)].dropna()
         largest = f", largest {nats(effects.loc[effects.abs().idxmax()])} nats" if len(effects) else ""
         note = f"{len(tokens):,} tokens{largest}"
         items.append(f'<li><a href="#t{number}">{_shown(trace_id)}</a> <span class="soft">{note}</span></li>')
@@ -209,7 +217,8 @@ def _contents(run: Run, ids: list[str]) -> str:
 
 def _section(run: Run, trace_id: str, scale: float, anchor: str, open_table: bool) -> str:
     """One trace: its numbers, its text by segment, its top tokens."""
-    tokens = _tokens_of(run, trace_id).sort_values("pos")
+    tokens = tokens_of(run, trace_id).sort_values("pos")
+    tokens = tokens.assign(apart=beside_sink(run, tokens))
     trace = run.traces[run.traces.trace_id == trace_id].iloc[0]
     noise = 0.0 if pd.isna(trace.noise_nats) else float(trace.noise_nats)
     numbers = [f"{trace.n_tokens:,} tokens, {trace.n_target:,} of them target"]
@@ -231,7 +240,7 @@ def _spans(tokens: pd.DataFrame, scale: float, noise: float) -> Iterator[str]:
     """The tokens as HTML; the value is in `title`, a line break shows its sign and then breaks."""
     for row in tokens.itertuples():
         known = pd.notna(row.effect_nats)
-        name = "sink" if row.pos == 0 else step_class(step(row.effect_nats, scale, noise) if known else 0)
+        name = "sink" if row.apart else step_class(step(row.effect_nats, scale, noise) if known else 0)
         effect = f"{nats(row.effect_nats)} nats" if known else "target" if row.segment == "target" else "not labelled"
         flips = ", the answer flips" if pd.notna(row.flipped) and row.flipped else ""
         title = escape(f"{effect}{flips} · position {row.pos} · “{visible(row.token)}”")

@@ -33,6 +33,7 @@ class Verb(NamedTuple):
 
 
 VERBS = (
+    Verb("traces", "kvlens.cli.traces", "Let a model answer prompts: its own traces, split and graded."),
     Verb("label", "kvlens.cli.label", "Measure how much each cached token matters to the answer."),
     Verb("inspect", "kvlens.cli.inspect", "Show which tokens mattered in a run, as a table or an HTML page."),
     Verb("doctor", "kvlens.cli.doctor", "Report versions, device, attention backends and whether hooks bite."),

@@ -94,8 +94,9 @@ def label(
         "beyond_context": beyond_context, "seed": seed,
     }  # fmt: skip
     settings = make_settings(preset, loaded, metric, **asked)
-    skipped = _not_correct(found) if settings.only_correct else {}
-    chosen = [_tokens(trace, loaded, settings) for trace in found if trace.id not in skipped]
+    everything = [_tokens(trace, loaded, settings) for trace in found]
+    skipped = _not_correct(everything) if settings.only_correct else {}
+    chosen = [tokens for tokens in everything if tokens.trace.id not in skipped]
     if not chosen:
         raise InputError(
             f"all {len(found)} traces are left out: none is known to be answered right",
@@ -215,20 +216,22 @@ class Job:
         )
 
 
-def _not_correct(traces: Sequence[Trace]) -> dict[str, str]:
+def _not_correct(everything: Sequence[Tokens]) -> dict[str, str]:
     """By id, why a trace cannot count as answered right; traces that do are absent."""
-    reasons = {trace.id: _why_not_correct(trace) for trace in traces}
+    reasons = {tokens.trace.id: _why_not_correct(tokens) for tokens in everything}
     return {trace_id: reason for trace_id, reason in reasons.items() if reason}
 
 
-def _why_not_correct(trace: Trace) -> str:
+def _why_not_correct(tokens: Tokens) -> str:
     """Why a trace cannot count as answered right, or nothing when it does."""
+    trace = tokens.trace
     if "correct" in trace.meta:
         return "" if trace.meta["correct"] else "its answer is wrong (meta.correct)"
     if not trace.answer:
         return "no answer to compare with"
-    kind = "math" if "\\boxed" in trace.target else "contains"
-    return "" if grade(kind, trace.target, trace.answer) else "its target does not state the answer"
+    target = trace.target if trace.text is None else trace.text[int(tokens.char_spans[tokens.n_context, 0]) :]
+    kind = "math" if "\\boxed" in target else "contains"
+    return "" if grade(kind, target, trace.answer) else "its target does not state the answer"
 
 
 def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -212,7 +212,8 @@ class TraceMeasurement:
         if self.finished and self.run.has_part("windows", final):
             self.keys["windows"] = [final]
             return dict(self.run.plan["reports"][self.id]["screen"])
-        rank = screen.screening_rank(screen.layer_scores(self._masking_engine("--screen"), self.windows))
+        by_layer = screen.layer_scores(self._masking_engine("--screen"), self.windows)
+        rank = screen.screening_rank(by_layer)
         auto = self.settings.screen == AUTO
         fraction: float | None = screen.FRACTIONS[0] if auto else float(self.settings.screen or 1)
         stages: list[dict[str, list[int]]] = list(self.run.plan["selected"].get(self.id, []))
@@ -231,7 +232,9 @@ class TraceMeasurement:
             measured = self._measured()
             where = [self._index[window] for window in _windows_in(measured)]
             effects = dict(zip(where, measured.effect_nats.tolist(), strict=True))
-            report = screen.report(rank, effects, selection, self.windows, previous=previous) | {"fraction": fraction}
+            scores = by_layer.sum(0)
+            report = screen.report(scores, effects, selection, self.windows, previous=previous)
+            report["fraction"] = fraction
             fraction = screen.widen(fraction, report) if auto else None
             number += 1
         audited = set(stages[number - 1]["audit"])

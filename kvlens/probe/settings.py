@@ -70,9 +70,7 @@ def make_settings(preset: str | None, model: Model, metric: Callable[..., Any] |
         asked["metric"] = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', repr(metric))}"
     given = {name: value for name, value in asked.items() if value is not None}
     if "units" in given and (given.keys() & {"window", "stride"}):
-        raise InputError(
-            "windows are units of the text or of a fixed width", "drop --units, or --window and --stride"
-        )
+        raise InputError("windows are units of the text or of a fixed width", "drop --units, or --window and --stride")
     settings = Settings(**(base | given))
     if "filler" in given and settings.intervention != "substitute":
         raise InputError(

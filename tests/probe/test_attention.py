@@ -107,8 +107,8 @@ def test_shared_prefix_attention_is_attention_over_the_whole(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """Four heads on two key-value heads; any hidden keys, any cuts, a key never hidden from itself."""
-    n_heads, n_kv, n = 4, 2, first + n_query
+    """Six heads on two key-value heads; any hidden keys, any cuts, a key never hidden from itself."""
+    n_heads, n_kv, n = 6, 2, first + n_query
     generator = torch.Generator().manual_seed(seed)
     query = drawn(n_rows, n_heads, n_query, 8, seed=seed)
     own = [drawn(n_rows, n_kv, n_query, 8, seed=seed + i) for i in (1, 2)]

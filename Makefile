@@ -40,7 +40,7 @@ format: setup ## let ruff rewrite what it can
 notebooks: setup ## make the .ipynb files from the percent files
 	$(BIN)/python tools/notebooks.py
 
-figures: setup ## redraw every figure from data/results
+figures: setup ## redraw every figure from committed data
 	@for script in figures/[0-9]*.py; do [ ! -e "$$script" ] || { echo "$$script"; $(BIN)/python "$$script"; } || exit 1; done
 
 lab: setup ## open JupyterLab on the notebooks

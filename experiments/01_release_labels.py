@@ -99,6 +99,7 @@ def main() -> None:
     LABELS.mkdir(parents=True, exist_ok=True)
     for table in TABLES:
         shutil.copyfile(ROOT / "runs" / "release" / f"{table}.parquet", LABELS / f"{table}.parquet")
+    shutil.copyfile(ROOT / "runs" / "release" / "run.json", LABELS / "run.json")  # so that kvlens.load reads it too
     (LABELS / "README.md").write_text(card(run))
     print(json.dumps(run.meta["results"]))
 

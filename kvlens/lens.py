@@ -24,9 +24,10 @@ from torch import Tensor
 from kvlens import model as models
 from kvlens.errors import EnvironmentLacks, InputError, ModelRefused
 from kvlens.model import Model
+from kvlens.provenance import versions
 from kvlens.records import Tokens
 from kvlens.segmenting import check_window
-from kvlens.selfcheck import TOLERANCE_NATS, versions
+from kvlens.selfcheck import TOLERANCE_NATS
 
 SCORES = "blocks.{layer}.attn.hook_attn_scores"
 TRANSFORMERS_TOO_NEW = (5, 24)

@@ -34,7 +34,8 @@ from kvlens.causal_lm import Model, SelfCheck
 from kvlens.decoding import generate, stop_ids
 from kvlens.errors import EnvironmentLacks, InputError
 from kvlens.forward import attention_modules, blocks, hidden, logits, unembed
-from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check, versions
+from kvlens.provenance import versions
+from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
 from kvlens.weights import cache_dir, read_gguf, read_pretrained, recall, remember, stamp
 
 __all__ = [

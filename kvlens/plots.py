@@ -82,9 +82,8 @@ def effect_distribution(run: Run | str | Path, ax: Axes | None = None) -> Axes:
         ordered = np.sort(sizes[rows.segment == segment].to_numpy())
         above = 1 - np.arange(1, len(ordered) + 1) / len(ordered)
         colour, dashes = LINES[segment]
-        x, y = np.concatenate([[0.0], ordered]), np.concatenate([[1.0], above])
         label = f"{segment} (n = {len(ordered):,})"
-        ax.step(x, y, where="post", color=colour, linestyle=dashes, lw=1.3, label=label)
+        ax.step([0, *ordered], [1, *above], where="post", color=colour, linestyle=dashes, lw=1.3, label=label)
     ax.axvspan(0, noise, color=NOISE, lw=0, zorder=0)
     _symlog(ax, noise, float(sizes.max()))
     ax.set_ylim(0, 1.02)
@@ -121,7 +120,7 @@ def _first_trace(run: Run) -> str:
 
 def _labelled(run: Run, tokens: pd.DataFrame) -> pd.DataFrame:
     """The rows with an effect, without the window of position 0. Raises: InputError when none is left."""
-    rows = tokens[tokens.effect_nats.notna() & ~beside_sink(run, tokens)]
+    rows = tokens[np.isfinite(tokens.effect_nats) & ~beside_sink(run, tokens)]
     if rows.empty:
         raise InputError(f"plotting {run!r} failed: only position 0 has an effect", "label with narrower windows")
     return rows

@@ -14,13 +14,10 @@ refused only where one is needed; everything else is refused at once.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -40,13 +37,13 @@ from kvlens.attention import (
 from kvlens.causal_lm import Model, SelfCheck
 from kvlens.errors import ModelRefused
 from kvlens.forward import logits, wrap
+from kvlens.provenance import versions
 from kvlens.weights import cache_dir, recall, remember
 
 N_PREFIX, N_TOKENS = 16, 24
 HIDDEN = slice(12, 16)
 # Root mean square over the vocabulary of a log-prob row's error; SmolLM2 shows a third of these and less.
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-PACKAGES = ("kvlens", "torch", "transformers", "transformer-lens")
 
 
 def checked(model: Model, *, keep: bool = False) -> SelfCheck:
@@ -80,16 +77,6 @@ def _failed(model: Model, result: SelfCheck) -> list[str]:
         for part in parts
         if not getattr(result, f"{part}_ok")
     ]
-
-
-def versions() -> dict[str, str]:
-    """The installed version of each package that decides what numbers come out; "" for one that is absent."""
-    found = {}
-    for name in PACKAGES:
-        found[name] = ""
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 @torch.no_grad()
@@ -171,7 +158,6 @@ def doctor_facts() -> dict[str, Any]:
         tiny = LlamaForCausalLM(config)
     folder = cache_dir()
     return {
-        "python": platform.python_version(),
         **versions(),
         "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
         "memory_bytes": torch.cuda.mem_get_info()[1]

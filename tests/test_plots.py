@@ -23,7 +23,9 @@ from kvlens.errors import EnvironmentLacks, InputError
 from kvlens.loading import Run, load
 
 EFFECTS = {3: 2.0, 7: -1.5, 20: 0.75}
-MONEY = ("Pay $5^2_x$ or $\\frac, then $6.\n", "So \\$ it $is.\n", "Pay $.")
+FORMULA = "$\\frac$"  # what matplotlib would fail to set
+FORMULAS = (f"Pay {FORMULA} or $6_x^2$ then $6.\n", "So \\$ it $is then, and $7 more are left over.\n", "Pay $.")
+LONG = {"name": "an-organisation/and-a-long-name-of-a-model-1.7B-Instruct", "fingerprint": "c0ffee", "note": "int8"}
 # How the colours look to those who lack one kind of cone (Machado, Oliveira and Fernandes 2009), on linear RGB.
 SIGHT = {
     "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
@@ -42,7 +44,7 @@ def drawn_off_screen() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return load(made_runs.write(tmp_path / "run", {"apples": made_runs.APPLES, "$": MONEY}, EFFECTS))
+    return load(made_runs.write(tmp_path / "run", {"apples": made_runs.APPLES, FORMULA: FORMULAS}, EFFECTS))
 
 
 @pytest.fixture
@@ -164,10 +166,11 @@ def test_the_distribution_is_the_share_of_tokens_above(run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["token_effects", "effect_distribution"])
 def test_figures_say_what_they_show_and_fit_a_column(name: str, run: Run, wide: Run) -> None:
-    for shown in (run, wide):
+    for shown in (run, wide, Run(run.path, run.meta | {"model": LONG}, run.tables)):
         ax = getattr(plots, name)(shown)
-        said = words(ax)
-        for fact in ("made-up (Q4_1, dequantised)", "evict", "nats", "position"):
+        model = shown.meta["model"]
+        said = "".join(words(ax).split())  # a long name is broken over lines
+        for fact in (model["name"], "".join(f"({model['note']})".split()), "evict", "nats", "position"):
             assert fact in said
         figure = ax.figure
         figure.canvas.draw()
@@ -188,10 +191,11 @@ def test_axes_are_taken_and_returned(name: str, run: Run, tmp_path: Path) -> Non
     assert len(plt.get_fignums()) == n_figures
 
 
-def test_dollars_in_a_trace_are_text_and_not_formulas(run: Run) -> None:
-    ax = plots.token_effects(run, "$")
+def test_a_formula_in_a_trace_is_text(run: Run) -> None:
+    ax = plots.token_effects(run, FORMULA)
     ax.figure.canvas.draw()
-    assert "$5^2_x$" in words(ax)
+    assert [text.get_text() for text in texts(ax)].count(FORMULA) == 1  # the word
+    assert words(ax).count(FORMULA) == 2  # and in the title
 
 
 def test_colours_stay_apart_whatever_cones_a_reader_has() -> None:

@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from kvlens import selfcheck
 from kvlens.errors import ModelRefused
 from kvlens.model import Model, cache_dir, doctor_facts, hooks_bite, logits, require_mask, self_check, wrap
-from kvlens.selfcheck import checked, versions
+from kvlens.provenance import versions
+from kvlens.selfcheck import checked
 
 
 @pytest.fixture(params=FAMILIES)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,25 +104,55 @@ def flips(
     Cost: as `greedy`, in batches of at most `BATCH_TOKENS` tokens.
     Source: EpiKV's label, for windows under `substitute`.
     """
-    tokenizer = occluder.model.tokenizer
-    if tokenizer is None:
-        raise InputError(f"{occluder.model.name} has no tokenizer to read answers with", "load it with its tokenizer")
     stated = final_answer(full_answer) is not None
-    end = partial(answer_end, in_box=bool(boxed(full_answer))) if stated else partial(as_long, other=full_answer)
+    end = _end_rule(full_answer)
     before = full_answer[: end(full_answer)]
     longest = occluder.tokens.n_context - min(c.first for c in batch) + max_new_tokens
     step = max(1, BATCH_TOKENS // longest)
     flipped = []
+    for start in range(0, len(batch), step):
+        for after in _texts(occluder, batch[start : start + step], end, max_new_tokens):
+            flipped.append(is_flip(kind or ("math" if stated else "exact"), before, after))
+    return flipped
+
+
+def full_answer(occluder: Occluder, *, max_new_tokens: int = MAX_NEW_TOKENS) -> str:
+    """What the full cache continues the context with, as far as `flips` needs it.
+
+    That is up to its first complete answer in the form that the recorded target has one (in a box or not), or as many
+    characters as the target has where it states none.
+    """
+    tokens = occluder.tokens
+    target = _tokenizer(occluder).decode(tokens.ids[tokens.n_context :].tolist())
+    nothing = Counterfactual(occluder.last, occluder.last)
+    (text,) = _texts(occluder, [nothing], _end_rule(target), max_new_tokens)
+    return text
+
+
+def _texts(
+    occluder: Occluder, batch: Sequence[Counterfactual], end: Callable[[str], int | None], max_new_tokens: int
+) -> list[str]:
+    """The continuations of a batch, each up to its `end`."""
+    tokenizer = _tokenizer(occluder)
 
     def done(ids: list[int]) -> bool:
         return end(tokenizer.decode(ids)) is not None
 
-    for start in range(0, len(batch), step):
-        rows = batch[start : start + step]
-        for ids in greedy(occluder, rows, max_new_tokens=max_new_tokens, done=done):
-            after = tokenizer.decode(ids)
-            flipped.append(is_flip(kind or ("math" if stated else "exact"), before, after[: end(after)]))
-    return flipped
+    texts = [tokenizer.decode(ids) for ids in greedy(occluder, batch, max_new_tokens=max_new_tokens, done=done)]
+    return [text[: end(text)] for text in texts]
+
+
+def _tokenizer(occluder: Occluder) -> Any:
+    if occluder.model.tokenizer is None:
+        raise InputError(f"{occluder.model.name} has no tokenizer to read answers with", "load it with its tokenizer")
+    return occluder.model.tokenizer
+
+
+def _end_rule(like: str) -> Callable[[str], int | None]:
+    """Where a continuation that is to be compared with `like` ends."""
+    if final_answer(like) is None:
+        return partial(as_long, other=like)
+    return partial(answer_end, in_box=bool(boxed(like)))
 
 
 def answer_end(text: str, in_box: bool) -> int | None:

@@ -170,9 +170,7 @@ class TraceMeasurement:
     def _flips(self, batch: Sequence[Counterfactual]) -> list[bool]:
         engine = self._masking_engine("--flips")
         if self._full_answer is None:
-            last = self.tokens.n_context - 1
-            (ids,) = generation.greedy(engine, [Counterfactual(last, last)])
-            self._full_answer = str(self.model.tokenizer.decode(ids))
+            self._full_answer = generation.full_answer(engine)
         answer = self._full_answer
         pieces = self._in_pieces(batch, lambda rows: generation.flips(engine, rows, answer))
         return [flip for piece in pieces for flip in piece]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import tiny_runs
-import torch
 
 import kvlens
 from kvlens.cli import app, output
@@ -23,8 +22,10 @@ N_TRACES = 6
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVLENS_CACHE", str(tmp_path / "cache"))
+def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of the test's own, unless it needs the default model, which lies in the user's."""
+    if "real" not in request.keywords:
+        monkeypatch.setenv("KVLENS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -150,56 +151,55 @@ def test_another_configuration_needs_force(
 # What only a real process shows: a kill
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvlens", *command],
-        cwd=ROOT,
-        env=os.environ | threads,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """Processes that start with the slow imports done, so that a kill costs no more than the work it undoes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvlens.probe.labels", "transformers.models.llama.modeling_llama"])
+    return context
 
 
-def kill_once(process: subprocess.Popen[str], out: Path, parts: int | None) -> bool:
-    """Kills the process once so many parts exist (None: once a table is there); False when it ended before."""
-    while process.poll() is None:
+def kill_once(process: Any, out: Path, parts: int | None) -> None:
+    """Kills the process once so many parts exist (None: once a table is there), if it lives that long."""
+    while process.is_alive() if hasattr(process, "is_alive") else process.poll() is None:
         there = (out / "windows.parquet").exists() if parts is None else n_parts(out) >= parts
         if there:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             break
         time.sleep(0.0005)
-    process.communicate(timeout=60)
-    return process.returncode == -signal.SIGKILL
 
 
 def n_parts(out: Path) -> int:
     return sum(1 for _ in out.glob(".parts/*/*.part"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     ["--window 4 --flips --random-subsets 12 --per-target", "--screen auto"],
     ids=["flips and subsets", "screen"],
 )
 def test_killed_at_many_instants_the_same_command_ends_in_the_same_bytes(
-    model: Path, tmp_path: Path, options: str
+    processes: Any, model: Path, tmp_path: Path, options: str
 ) -> None:
     rows = [row | {"id": f"{row['id']} {number}"} for number in range(N_TRACES // 2) for row in tiny_runs.ROWS]
     source = tiny_runs.write_rows(tmp_path / "traces.jsonl", rows)
-    assert app.main(words(source, model, tmp_path / "whole", "--quiet", *options.split())) == 0
     out = tmp_path / "killed"
-    command = words(source, model, out, "--quiet", *options.split())
+    instants: tuple[int | None, ...] = (1, 6, 11, None)  # the last may be too quick to catch
     killed = []
-    for parts in (1, 9, None):
-        killed.append(kill_once(start(command), out, parts))
-        assert tiny_runs.state(out)["status"] == "running" or not killed[-1]
-    assert killed[:2] == [True, True]  # the last one may have been too quick
-    process = start(command)
-    assert process.communicate(timeout=120) == (f"{out}\n", "")
-    assert process.returncode == 0
+    for parts in instants:
+        process = processes.Process(target=app.main, args=(words(source, model, out, "--quiet", *options.split()),))
+        process.start()
+        kill_once(process, out, parts)
+        process.join(60)
+        killed.append(process.exitcode == -signal.SIGKILL)
+        assert tiny_runs.state(out)["status"] == ("running" if killed[-1] else "complete")
+        assert parts is None or n_parts(out) >= parts
+    assert killed[:3] == [True, True, True]
+    for folder in (out, tmp_path / "whole"):
+        process = processes.Process(target=app.main, args=(words(source, model, folder, "--quiet", *options.split()),))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0
     assert tiny_runs.hashes(out) == tiny_runs.hashes(tmp_path / "whole")
     assert tiny_runs.state(out)["results"] == tiny_runs.state(tmp_path / "whole")["results"]
     assert {file.name for file in out.iterdir()} == {"run.json", *tiny_runs.hashes(out)}
@@ -207,14 +207,24 @@ def test_killed_at_many_instants_the_same_command_ends_in_the_same_bytes(
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_a_killed_run_of_the_default_model_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVLENS_CACHE")  # where the model is
+def test_a_killed_command_on_the_default_model_goes_on(tmp_path: Path) -> None:
     source = tiny_runs.write_rows(tmp_path / "traces.jsonl")
-    command = ["label", str(source), "-o", str(tmp_path / "killed"), "--device", "cpu", "--quiet", "--window", "8"]
-    assert kill_once(start(command), tmp_path / "killed", 2)
-    process = start(command)
-    assert process.communicate(timeout=120) == (f"{tmp_path / 'killed'}\n", "")
-    command[3] = str(tmp_path / "whole")
-    process = start(command)
-    assert process.communicate(timeout=120)[1] == ""
-    assert tiny_runs.hashes(tmp_path / "killed") == tiny_runs.hashes(tmp_path / "whole")
+    command = ["label", str(source), "--device", "cpu", "--quiet", "--limit", "1", "--window", "8", "-o"]
+
+    def start(out: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvlens", *command, str(out)],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    out = tmp_path / "killed"
+    process = start(out)
+    kill_once(process, out, 1)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert start(out).communicate(timeout=120) == (f"{out}\n", "")
+    assert start(tmp_path / "whole").communicate(timeout=120)[1] == ""
+    assert tiny_runs.hashes(out) == tiny_runs.hashes(tmp_path / "whole")

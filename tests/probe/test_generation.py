@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from kvlens.errors import InputError, ModelRefused
 from kvlens.model import Model, layer_masks, logits, stop_ids, wrap
-from kvlens.probe.generation import answer_end, flips, greedy
+from kvlens.probe.generation import answer_end, flips, full_answer, greedy
 from kvlens.probe.occlusion import Counterfactual, Intervention, Occluder
 from kvlens.records import Tokens, Trace
 from kvlens.texts import tokenize
@@ -212,6 +212,8 @@ def test_without_a_stated_answer_any_other_text_is_a_flip() -> None:
         expected = [text[: len(full)].split() != full.split() for text in texts]
         assert {True, False} == set(expected[1:])
         assert flips(occluder, batch, full, max_new_tokens=3) == expected
+    whole = tokenizer.decode(greedy(occluder, batch[:1], max_new_tokens=20)[0])
+    assert full_answer(occluder) == whole[: len(" It is 41.")] != whole
 
 
 def test_flips_need_a_tokenizer() -> None:
@@ -231,5 +233,6 @@ def test_an_answer_flips_where_the_fact_it_rests_on_is_hidden(smollm2: Model, ta
     fact = next(pos for pos in range(tokens.n_context) if smollm2.tokenizer.decode([int(tokens.ids[pos])]) == "4")
     batch = [nothing(tokens), occluder.counterfactual((fact, fact + 1)), occluder.counterfactual((3, 4))]
     assert flips(occluder, batch, target, max_new_tokens=12) == [False, True, False]
+    assert full_answer(occluder, max_new_tokens=12) == target.rstrip()
     # Never as far as its answer: the answer is missing.
     assert flips(occluder, batch[:1], target, max_new_tokens=2) == [True]

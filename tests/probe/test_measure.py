@@ -167,7 +167,7 @@ def test_a_run_cut_short_anywhere_ends_in_the_same_bytes(tmp_path: Path, kind: s
     whole = label(tmp_path / "whole", **asked)
     assert whole.meta["plan"]["rows"] == 40
     cut = 0
-    for tick in (1, 2, 4, 7, 12):
+    for tick in (1, 4, 9):
         out = tmp_path / f"cut{tick}"
         try:
             label(out, **asked, progress=interrupted_at(tick))
@@ -179,7 +179,7 @@ def test_a_run_cut_short_anywhere_ends_in_the_same_bytes(tmp_path: Path, kind: s
             assert run.meta["results"] == whole.meta["results"]
         assert tiny_runs.hashes(out) == tiny_runs.hashes(tmp_path / "whole")
         assert not (out / ".parts").exists()
-    assert cut >= 3
+    assert cut >= 2
 
 
 @pytest.mark.usefixtures("narrow")

@@ -272,6 +272,7 @@ def test_prompts_without_a_trace_are_kept_out_with_a_reason(out: Path) -> None:
         ({"max_new_tokens": 0}, "cannot generate 0 tokens"),
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
         ({"grade": "vibes"}, "no such grader"),
         ({"prompts": []}, "0 prompts"),
         ({"prompts": [PROMPTS[0], PROMPTS[0]]}, "2 prompts"),

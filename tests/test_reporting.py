@@ -81,6 +81,15 @@ def test_the_scale_ignores_the_sink(run: Run) -> None:
     assert "+23.5" not in re.search(r'<div class="ticks">.*?</div>', page).group()  # type: ignore[union-attr]
 
 
+def test_what_shares_a_window_with_the_sink_is_set_apart_with_it(run: Run) -> None:
+    windows = run.windows.assign(window_end=run.windows.window_end.where(run.windows.window_start > 0, 4))
+    wide = Run(run.path, run.meta, run.tables | {"windows": windows})
+    assert list(reporting.top_tokens(wide, "apples", n=2).pos) == [7, 12]
+    page = reporting.page(wide, ["apples"])
+    assert [span.get("class") == "sink" for span in token_spans(page)][:6] == [True] * 4 + [False] * 2
+    assert "+2.00" not in re.search(r'<div class="ticks">.*?</div>', page).group()  # type: ignore[union-attr]
+
+
 def test_the_page_names_what_a_reader_must_know(run: Run) -> None:
     page = unescape(reporting.page(run))
     for fact in (

@@ -9,7 +9,9 @@ log-sum-exps, so:
    them), prefix keys some query must not see, private keys some query must not see, remaining private keys
    (plain causal);
 2. attend to each part once for the whole batch: prefix parts with the batch folded into the query axis;
-3. merge the parts by their log-sum-exps, a learned sink logit counting as one more part without a value.
+3. merge the parts by their log-sum-exps, a learned sink logit counting as one more part without a value;
+4. where rows are long, writing and merging several outputs costs more than copying one layer's prefix for each row:
+   there all keys form one part under one mask.
 
 Nothing here approximates: the result equals masked attention over the whole sequence up to rounding.
 """
@@ -24,79 +26,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Part = tuple[Tensor, Tensor]  # output [..., query, d_head] and log-sum-exp [..., query]
+from kvlens.probe.attend import Part, as_bias, attend, merge
+
 KeyValues = tuple[Tensor, Tensor]  # keys and values, each [1, kv_head, pos, d_head]
-
-
-def attend(
-    query: Float[Tensor, "b h q d"],
-    keys: Float[Tensor, "b h k d"],
-    values: Float[Tensor, "b h k d"],
-    *,
-    scale: float,
-    visible: Bool[Tensor, "#b #h q k"] | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-) -> Part:
-    """Attention output and fp32 log-sum-exp of the scores; a row that sees no key gets a log-sum-exp near -inf.
-
-    Cost: one attention; memory linear in keys on CPU (fused kernel), a block of scores elsewhere.
-    Source: the log-sum-exp is what FlashAttention-style kernels return beside their output.
-    """
-    if query.device.type != "cpu" or softcap is not None:
-        return attend_plain(query, keys, values, scale=scale, visible=visible, causal=causal, softcap=softcap)
-    mask = None
-    if visible is not None:
-        # Half of the lowest finite number: added to a score it stays finite, and exp() of it is exactly 0.
-        mask = torch.zeros(visible.shape, dtype=query.dtype)
-        mask.masked_fill_(~visible, torch.finfo(query.dtype).min / 2)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return out, lse
-
-
-def attend_plain(
-    query: Float[Tensor, "b h q d"],
-    keys: Float[Tensor, "b h k d"],
-    values: Float[Tensor, "b h k d"],
-    *,
-    scale: float,
-    visible: Bool[Tensor, "#b #h q k"] | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-    block: int = 1024,
-) -> Part:
-    """The same as `attend` by matrix products in fp32, `block` queries at a time; the reference and the fallback."""
-    outs, lses = [], []
-    n_query, n_key = query.shape[2], keys.shape[2]
-    keys32, values32 = keys.float(), values.float()
-    for lo in range(0, n_query, block):
-        hi = min(lo + block, n_query)
-        scores = query[:, :, lo:hi].float() @ keys32.transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        low = torch.finfo(torch.float32).min / 2
-        if visible is not None:
-            scores = scores.masked_fill(~visible[:, :, lo:hi], low)
-        if causal:
-            rows = torch.arange(lo, hi, device=query.device)[:, None]
-            scores = scores.masked_fill(torch.arange(n_key, device=query.device) > rows, low)
-        lse = scores.logsumexp(-1)
-        outs.append(((scores - lse[..., None]).exp() @ values32).to(query.dtype))
-        lses.append(lse)
-    return torch.cat(outs, 2), torch.cat(lses, 2)
-
-
-def merge(parts: Sequence[Part]) -> Tensor:
-    """The attention output over the union of disjoint key sets, from each set's output and log-sum-exp."""
-    if len(parts) == 1:
-        return parts[0][0]
-    weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)[..., None]
-    total = parts[0][0] * weights[0].to(parts[0][0].dtype)
-    for (out, _), weight in zip(parts[1:], weights[1:], strict=True):
-        total = torch.addcmul(total, out, weight.to(out.dtype))
-    return total
 
 
 @dataclass(frozen=True)
@@ -105,9 +37,10 @@ class Layout:
 
     common: Int[Tensor, " common"] | slice  # prefix keys every query of every row sees
     mixed: Int[Tensor, " mixed"]  # prefix keys some query must not see
-    mixed_visible: Bool[Tensor, "g kv bq mixed"]  # g and kv are 1 when all heads agree
+    mixed_bias: Float[Tensor, "g kv bq mixed"]  # g and kv are 1 when all heads agree
     n_masked: int  # private keys [0, n_masked) need a mask; the rest is plain causal
-    private_visible: Bool[Tensor, "b h q private"]
+    private_bias: Float[Tensor, "b h q private"]
+    joined_bias: Float[Tensor, "b h q all"] | None  # all keys in one piece, where that is cheaper
 
 
 class SharedPrefixAttention:
@@ -153,8 +86,11 @@ class SharedPrefixAttention:
             "softcap": kwargs.get("softcap"),
         }
         layout = self._layout(layer, query, n_past)
-        parts = self._prefix_parts(layer, layout, query, options)
-        parts += self._private_parts(layout, query, key, value, n_past, options)
+        if layout.joined_bias is not None:
+            parts = [self._joined(layer, layout.joined_bias, query, key, value, options)]
+        else:
+            parts = self._prefix_parts(layer, layout, query, options)
+            parts += self._private_parts(layout, query, key, value, n_past, options)
         sinks = kwargs.get("s_aux")
         if sinks is not None:
             lse = sinks.float().view(1, -1, 1).expand(query.shape[:3])
@@ -167,6 +103,26 @@ class SharedPrefixAttention:
         self.private = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.private.items()}
         self._layouts.clear()
 
+    def _joined(
+        self, layer: int, bias: Tensor, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> Part:
+        """All keys at once, one key head at a time so that its group shares them: for long rows, where writing and
+        merging several outputs costs more than copying one layer's prefix for each row.
+        """
+        n_rows, n_heads, n_query, d_head = query.shape
+        n_kv = key.shape[1]
+        shared = [x.expand(n_rows, -1, -1, -1) for x in self.prefix[layer]]
+        keys, values = (torch.cat(pair, 2) for pair in zip(shared, (key, value), strict=True))
+        grouped = query.reshape(n_rows, n_kv, n_heads // n_kv, n_query, d_head)
+        biases = bias.expand(-1, n_heads, -1, -1).unflatten(1, (n_kv, -1)) if bias.shape[1] > 1 else None
+        outs, lses = [], []
+        for head in range(n_kv):
+            own = [x[:, head : head + 1].expand(-1, n_heads // n_kv, -1, -1) for x in (keys, values)]
+            out, lse = attend(grouped[:, head], *own, bias=bias if biases is None else biases[:, head], **options)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs, 1), torch.cat(lses, 1)
+
     def _prefix_parts(self, layer: int, layout: Layout, query: Tensor, options: dict[str, Any]) -> list[Part]:
         if self.first == 0:
             return []
@@ -178,12 +134,12 @@ class SharedPrefixAttention:
         folded = query.reshape(n_rows, n_kv, group, n_query, d_head).permute(2, 1, 0, 3, 4)
         folded = folded.reshape(group, n_kv, n_rows * n_query, d_head)
         parts = []
-        for index, visible in ((layout.common, None), (layout.mixed, layout.mixed_visible)):
+        for index, bias in ((layout.common, None), (layout.mixed, layout.mixed_bias)):
             chosen = keys[:, :, index], values[:, :, index]
             if chosen[0].shape[2] == 0:
                 continue
             expanded = [x.expand(group, -1, -1, -1) for x in chosen]
-            out, lse = attend(folded, *expanded, visible=visible, **options)
+            out, lse = attend(folded, *expanded, bias=bias, **options)
             out = out.reshape(group, n_kv, n_rows, n_query, d_head).permute(2, 1, 0, 3, 4)
             lse = lse.reshape(group, n_kv, n_rows, n_query).permute(2, 1, 0, 3)
             parts.append((out.reshape(query.shape), lse.reshape(query.shape[:3])))
@@ -200,9 +156,7 @@ class SharedPrefixAttention:
         parts = []
         split = layout.n_masked
         if split:
-            parts.append(
-                attend(query, key[:, :, :split], value[:, :, :split], visible=layout.private_visible, **options)
-            )
+            parts.append(attend(query, key[:, :, :split], value[:, :, :split], bias=layout.private_bias, **options))
         if split == key.shape[2]:
             return parts
         # Queries before `split` see none of the remaining keys: those keys come later.
@@ -221,13 +175,13 @@ class SharedPrefixAttention:
     @staticmethod
     def _one_query(layout: Layout, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> list[Part]:
         """The same for a single token: the heads of a group become queries of their key head, no key is copied."""
-        shape, split, visible = query.shape, layout.n_masked, layout.private_visible
+        shape, split, bias = query.shape, layout.n_masked, layout.private_bias
         query = query.reshape(shape[0], key.shape[1], -1, shape[3])
-        heads = visible.expand(-1, shape[1], -1, -1).reshape(*query.shape[:3], split)
+        heads = bias.expand(-1, shape[1], -1, -1).reshape(*query.shape[:3], split)
         parts = []
         for piece, seen in ((slice(split), heads), (slice(split, None), None)):
             if key[:, :, piece].shape[2]:
-                parts.append(attend(query, key[:, :, piece], value[:, :, piece], visible=seen, **options))
+                parts.append(attend(query, key[:, :, piece], value[:, :, piece], bias=seen, **options))
         return [(out.reshape(shape), lse.reshape(shape[:3])) for out, lse in parts]
 
     def _layout(self, layer: int, query: Tensor, n_past: int) -> Layout:
@@ -238,13 +192,12 @@ class SharedPrefixAttention:
             if n_past:  # an earlier decoding step's masks are never used again
                 self._layouts = {known: layout for known, layout in self._layouts.items() if known[2] == n_past}
             n_kv = self.prefix[layer][0].shape[1] if self.prefix else 1
-            self._layouts[key] = self._build_layout(window, heads, query.shape[1], n_kv, query.shape[2], n_past)
+            self._layouts[key] = self._build_layout(window, heads, query, n_kv, n_past)
         return self._layouts[key]
 
-    def _build_layout(
-        self, window: int | None, heads: Tensor | None, n_heads: int, n_kv: int, n_query: int, n_past: int
-    ) -> Layout:
-        device, first, n_rows = self.hidden.device, self.first, self.hidden.shape[0]
+    def _build_layout(self, window: int | None, heads: Tensor | None, query: Tensor, n_kv: int, n_past: int) -> Layout:
+        device, first, dtype = self.hidden.device, self.first, query.dtype
+        n_rows, n_heads, n_query, _ = query.shape
         none_hidden = heads is not None and not bool(heads.any())
         hidden = torch.zeros_like(self.hidden) if none_hidden else self.hidden
         if heads is None or none_hidden or bool(heads.all()):
@@ -268,14 +221,21 @@ class SharedPrefixAttention:
         n_masked = int(own.nonzero()[-1]) + 1 if bool(own.any()) else 0
         if window is not None and n_total > window:
             n_masked = n_total
+        # Copying the prefix [kv, first] for keys and values, against about four outputs [head, query] read and written.
+        joined = first > 0 and not n_past and bool(touched.any() | own.any()) and first * n_kv < 4 * n_query * n_heads
+
+        def bias(keys: Tensor) -> Tensor:
+            return self._visible(hidden, keys, positions, window, per_head)
+
+        if joined:
+            mixed, n_masked = mixed[:0], 0
         return Layout(
             common=common,
             mixed=mixed,
-            mixed_visible=self._fold(self._visible(hidden, mixed, positions, window, per_head), n_heads, n_kv, n_rows),
+            mixed_bias=as_bias(self._fold(bias(mixed), n_heads, n_kv, n_rows), dtype),
             n_masked=n_masked,
-            private_visible=self._visible(
-                hidden, first + torch.arange(n_masked, device=device), positions, window, per_head
-            ),
+            private_bias=as_bias(bias(first + torch.arange(n_masked, device=device)), dtype),
+            joined_bias=as_bias(bias(torch.arange(first + n_total, device=device)), dtype) if joined else None,
         )
 
     def _visible(

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from kvlens import model as models
 from kvlens.errors import EnvironmentLacks
 from kvlens.model import Model
 from kvlens.probe.readout import BLOCK_ROWS
@@ -69,7 +70,9 @@ def choose_rows(model: Model, n_tokens: int) -> int:
     """How many tokens a batch computes at once: from free memory, never fewer than one row."""
     most = CUDA_ROWS if model.device.type == "cuda" else CPU_ROWS
     spare = free_bytes(model.device) // 2 - 3 * BLOCK_ROWS * model.d_vocab * 4
-    return max(1, min(most, spare // row_bytes(model, n_tokens)))
+    # Without masks every window copies the prefix, and a window may be a single row.
+    copied = prefix_bytes(model, n_tokens) if models.ignores_masks(model) else 0
+    return max(1, min(most, spare // (row_bytes(model, n_tokens) + copied)))
 
 
 def run_halving(

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvlens.probe.attention import SharedPrefixAttention, attend, attend_plain, merge
+from kvlens.probe.attend import as_bias, attend, attend_plain, merge
+from kvlens.probe.attention import SharedPrefixAttention
 
 TOLERANCE = 1e-5
 SCALE = 0.4
@@ -33,7 +34,7 @@ def test_attention_under_a_mask(how: Any, heads: int, softcap: float | None) -> 
     query, keys, values = states(3, 4, 6, 9)
     visible = torch.rand(3, heads, 6, 9, generator=torch.Generator().manual_seed(3)) < 0.5
     visible[..., 0] = True
-    out, lse = how(query, keys, values, scale=SCALE, visible=visible, softcap=softcap)
+    out, lse = how(query, keys, values, scale=SCALE, bias=as_bias(visible, torch.float32), softcap=softcap)
     true_out, true_lse = oracles.attention(query, keys, values, visible, scale=SCALE, softcap=softcap)
     torch.testing.assert_close(out.double(), true_out, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(lse.double(), true_lse, atol=TOLERANCE, rtol=0)
@@ -55,7 +56,7 @@ def test_a_row_that_sees_nothing_has_no_weight_in_a_merge(how: Any) -> None:
     query, keys, values = states(2, 2, 4, 5)
     visible = torch.ones(2, 1, 4, 5, dtype=torch.bool)
     visible[0, :, 1] = visible[1, :, 3] = False
-    blind = how(query, keys, values, scale=SCALE, visible=visible)
+    blind = how(query, keys, values, scale=SCALE, bias=as_bias(visible, torch.float32))
     assert bool(torch.isfinite(blind[0]).all())
     assert bool((blind[1][0, :, 1] < -1e30).all())
     seeing = how(query, keys + 1, values + 1, scale=SCALE)

@@ -21,6 +21,7 @@ from kvlens.model import Model, wrap
 from kvlens.probe import budget, occlusion
 from kvlens.probe.cells import parse_cells
 from kvlens.probe.settings import make_settings
+from kvlens.probe.tables import token_rows
 from kvlens.records import Tokens, Trace
 from kvlens.schemas import LABELS, LABELS_TABLES, unpack_kept
 from kvlens.texts import tokenize
@@ -242,6 +243,21 @@ def test_tokens_flip_when_any_window_over_them_does(tmp_path: Path) -> None:
         ]
         assert pd.isna(token.flipped) if over.empty else token.flipped == over.flipped.any()
     assert run.tokens[run.tokens.segment == "target"].flipped.isna().all()
+
+
+def test_one_window_that_flips_is_enough() -> None:
+    tokens = TOKENS["sum"]
+    windows = pd.DataFrame(
+        {
+            "window_start": [0, 2, 4, 8],
+            "window_end": [4, 6, 8, 10],
+            "effect_nats": [1.0, 3.0, 0.0, 0.0],
+            "flipped": pd.array([True, False, False, None], dtype="boolean"),
+        }
+    )
+    rows = token_rows(tokens, MODEL.tokenizer, windows)
+    assert rows["flipped"][:11] == [True] * 4 + [False] * 4 + [None] * 3
+    assert rows["effect_nats"][:8].tolist() == [1, 1, 2, 2, 1.5, 1.5, 0, 0]
 
 
 def test_the_preset_labels_reasoning_of_right_answers_only(tmp_path: Path) -> None:

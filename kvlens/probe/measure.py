@@ -27,7 +27,7 @@ from kvlens.probe.occlusion import Counterfactual, Engine, Occluder, make_batche
 from kvlens.probe.readout import Effects, Metric
 from kvlens.probe.settings import AUTO, Settings
 from kvlens.probe.tables import subset_rows, token_effects, token_rows
-from kvlens.probe.windows import Window, first_positions, list_windows
+from kvlens.probe.windows import first_positions, list_windows, windows_in
 from kvlens.records import Tokens
 from kvlens.store import RunFolder
 
@@ -228,7 +228,7 @@ class TraceMeasurement:
                 self._run_stage(f"screen{number}-", dict.fromkeys(fresh, "screen"), tick)
             seen |= fresh
             measured = self._measured()
-            where = [self._index[window] for window in _windows_in(measured)]
+            where = [self._index[window] for window in windows_in(measured)]
             effects = dict(zip(where, measured.effect_nats.tolist(), strict=True))
             scores = by_layer.sum(0)
             report = screen.report(scores, effects, selection, self.windows, previous=previous)
@@ -246,7 +246,7 @@ class TraceMeasurement:
         measured = self._measured()
         usual = {-(-size // self._pieces(size)) for size in self._batch_sizes}
         rows = measured.iloc[noise.spread(range(len(measured)))]
-        windows = _windows_in(rows)
+        windows = windows_in(rows)
         effects = rows.effect_nats.to_numpy()
         found: Report = {"noise": []}
         try:
@@ -294,8 +294,3 @@ class TraceMeasurement:
 def _selection(stage: dict[str, list[int]]) -> screen.Selection:
     """What a stage of the screen chose, as the plan keeps it."""
     return screen.Selection(*(np.array(stage[name], dtype=np.int64) for name in ("top", "audit")))
-
-
-def _windows_in(rows: pd.DataFrame) -> list[Window]:
-    """The windows of a table's rows, in their order."""
-    return list(zip(rows.window_start.tolist(), rows.window_end.tolist(), strict=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,23 +83,37 @@ def traces(
             "grade": grade,
         }
         finished = _finished(lines, asked, settings, force)
-        for number, prompt in enumerate(asked):
-            if progress:
-                progress(number, len(asked))
-            if prompt.id in finished:
-                continue
-            try:
-                trace = own_trace(loaded, prompt, settings)
-            except InputError as error:
-                if on_skip:
-                    on_skip(prompt.id, error.message)
-            else:
-                lines.append(_line(trace))
-        if progress:
-            progress(len(asked), len(asked))
-        if not lines.lines:
-            raise InputError(f"none of the {len(asked)} prompts gave a trace", "raise --max-new-tokens, or drop --chat")
+        _answer(lines, asked, loaded, settings, finished, progress or _ignore, on_skip or _ignore)
     return read_traces(path)
+
+
+def _ignore(*_: object) -> None:
+    """Nobody listens."""
+
+
+def _answer(
+    lines: LineFile,
+    asked: Sequence[Trace],
+    model: Model,
+    settings: Mapping[str, Any],
+    finished: Collection[str],
+    progress: Callable[[int, int], None],
+    on_skip: Callable[[str, str], None],
+) -> None:
+    """Nothing; appends a trace for every prompt that has none yet."""
+    for number, prompt in enumerate(asked):
+        progress(number, len(asked))
+        if prompt.id in finished:
+            continue
+        try:
+            trace = own_trace(model, prompt, settings)
+        except InputError as error:
+            on_skip(prompt.id, error.message)
+        else:
+            lines.append(_line(trace))
+    progress(len(asked), len(asked))
+    if not lines.lines:
+        raise InputError(f"none of the {len(asked)} prompts gave a trace", "raise --max-new-tokens, or drop --chat")
 
 
 def own_trace(model: Model, prompt: Trace, settings: Mapping[str, Any]) -> Trace:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pandas as pd
+
 from kvlens.errors import InputError
 from kvlens.probe.occlusion import Intervention, windows_of
 from kvlens.probe.settings import Settings
@@ -43,3 +45,8 @@ def first_positions(tokens: Tokens, windows: Sequence[Window], how: Intervention
         return [start for start, _ in windows]
     lag = 0 if how.kind == "knockout" else how.lag
     return [last if lag is None else min(end + lag, last) for _, end in windows]
+
+
+def windows_in(rows: pd.DataFrame) -> list[Window]:
+    """The windows of a table's rows, in their order."""
+    return list(zip(rows.window_start.tolist(), rows.window_end.tolist(), strict=True))

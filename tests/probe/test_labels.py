@@ -30,6 +30,8 @@ MODEL = tiny_runs.model()
 SHORT = tiny_runs.model(max_position_embeddings=64)  # leaves greedy answers few tokens to run for
 TRACES = [tiny_runs.as_trace(row) for row in tiny_runs.ROWS]
 BOX = TRACES[:1]
+# Long before a short target: rows then share the prefix in parts that depend on the batch, which short rows do not.
+LONG = [tiny_runs.as_trace(tiny_runs.SUM | {"id": "long", "prompt": tiny_runs.SUM["prompt"] * 5})]
 TOKENS = {trace.id: tokenize(trace, MODEL.tokenizer) for trace in TRACES}
 ATOL = 3e-5  # nats; the tiny models, drawn wide, amplify the rounding of every layer
 
@@ -391,12 +393,13 @@ def test_another_run_is_never_overwritten_unasked(tmp_path: Path, asked: dict[st
 def test_batch_size_moves_no_effect_beyond_the_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intervention: str
 ) -> None:
-    wide = label(tmp_path / "wide", TRACES, intervention=intervention)
-    size = budget.row_bytes(MODEL, TOKENS["box"].n_tokens)
+    traces = [*TRACES, *LONG]
+    wide = label(tmp_path / "wide", traces, intervention=intervention)
+    size = budget.row_bytes(MODEL, int(wide.traces.n_tokens.max()))
     monkeypatch.setattr(
         budget, "free_bytes", lambda device: 2 * (3 * budget.BLOCK_ROWS * MODEL.d_vocab * 4 + 60 * size)
     )
-    narrow = label(tmp_path / "narrow", TRACES, intervention=intervention)
+    narrow = label(tmp_path / "narrow", traces, intervention=intervention)
     assert (wide.meta["plan"]["rows"], narrow.meta["plan"]["rows"]) == (budget.CPU_ROWS, 60)
     # Each run states how far its own numbers may be off, from a sample of its windows.
     floor = 2 * (wide.traces.noise_nats + narrow.traces.noise_nats).max()
@@ -427,7 +430,7 @@ def test_half_precision_is_held_against_float32(tmp_path: Path) -> None:
 
 
 def test_noise_is_that_of_at_least_sixteen_windows(tmp_path: Path) -> None:
-    run = label(tmp_path)
+    run = label(tmp_path, LONG)
     noise = run.meta["results"]["noise_nats"]
     assert noise["n_windows"] == 16
     assert 0 < noise["median"] <= noise["max"] == run.traces.noise_nats[0]
@@ -482,7 +485,7 @@ def test_the_default_model_labels_a_trace(tmp_path: Path, smollm2: Model) -> Non
     run = label(tmp_path, model=smollm2, window=8)
     assert run.meta["model"]["note"] == "Q4_1, dequantised"
     assert np.isfinite(run.windows.effect_nats).all()
-    assert 0 < run.traces.noise_nats[0] < 1e-3
+    assert 0 <= run.traces.noise_nats[0] < 1e-3
     tokens = tokenize(TRACES[0], smollm2.tokenizer)
     full = oracles.of_target(oracles.target_rows(smollm2, tokens), tokens)
     hidden = oracles.masked_log_probs(smollm2, tokens, (8, 16), tokens.n_context - 1)

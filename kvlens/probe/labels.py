@@ -21,6 +21,7 @@ import numpy as np
 from kvlens import model as models
 from kvlens.errors import InputError
 from kvlens.grading import grade
+from kvlens.linear import kernel
 from kvlens.loading import Run, load
 from kvlens.model import Model
 from kvlens.probe import budget
@@ -239,6 +240,7 @@ def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     results: dict[str, Any] = {
         "noise_nats": _spread([value for report in reports for value in report["noise"]]),
         "nothing_hidden_nats": max(report["nothing_hidden_nats"] for report in reports),
+        "linear_kernel": kernel(),
     }
     against = [value for report in reports for value in report.get("noise_fp32", [])]
     if against:

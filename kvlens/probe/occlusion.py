@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvlens import model as models
 from kvlens.errors import InputError
+from kvlens.linear import fast_linear
 from kvlens.model import Model
 from kvlens.probe.attention import KeyValues, SharedPrefixAttention
 from kvlens.probe.readout import Effects, Metric, Reference, make_reference, read
@@ -210,7 +211,7 @@ class Occluder(Engine):
 def forward_rows(model: Model, ids: Int[Tensor, "row query"], first: int, attention: SharedPrefixAttention) -> Tensor:
     """Hidden states after the final norm of rows that start at position `first`, under the given attention."""
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)
-    with models.attention_override(model, attention):
+    with fast_linear(), models.attention_override(model, attention):
         return models.hidden(model, ids, positions=positions, cache=models.private_cache(model, first))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvlens import model as models
 from kvlens.errors import ModelRefused
+from kvlens.linear import fast_linear
 from kvlens.model import Model
 
 BLOCK_ROWS = 128  # rows of logits that exist at once: 25 MB for a vocabulary of 49,152
@@ -49,7 +50,8 @@ def make_reference(
     metric: Metric | None = None,
 ) -> Reference:
     """The reference from the full cache's hidden states at the rows that predict `targets`."""
-    logits = models.unembed(model, states)[0]
+    with fast_linear():
+        logits = models.unembed(model, states)[0]
     value = None if metric is None else float(metric(logits[None], targets)[0])
     # fp64: probabilities whose sum is off by 1e-6 would shift every KL by that times the mean logit.
     log_p = logits.double().log_softmax(-1)
@@ -80,7 +82,8 @@ def read(
     step = max(1, BLOCK_ROWS // states.shape[1])
     log_probs, kls, values = [], [], []
     for block in states.split(step):
-        logits = models.unembed(model, block)
+        with fast_linear():
+            logits = models.unembed(model, block)
         if metric is not None:
             values.append(metric(logits, targets).double().cpu())
         chosen, norm = _target_log_probs(logits, targets)

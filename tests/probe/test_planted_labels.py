@@ -12,7 +12,7 @@ from kvlens.model import Model
 from kvlens.planted import PlantedTrace, planted_traces, token_positions
 from kvlens.texts import tokenize
 
-N_TRACES = 4
+N_TRACES = 4  # where a threshold is asserted; experiments/01_planted.py measures more
 
 
 def auc(p: PlantedTrace, run: kvlens.Run, model: Model) -> float:
@@ -31,11 +31,12 @@ def auc(p: PlantedTrace, run: kvlens.Run, model: Model) -> float:
 @pytest.mark.parametrize("intervention", ["knockout", "evict", "substitute"])
 @pytest.mark.parametrize("target", ["steps", "value"])
 def test_needed_values_outrank_distractors(smollm2: Model, tmp_path: Path, target: str, intervention: str) -> None:
-    planted = planted_traces(N_TRACES, seed=1, target=target)
+    asserted = target == "steps" and intervention == "knockout"
+    planted = planted_traces(N_TRACES if asserted else 1, seed=1, target=target)
     run = kvlens.label([p.trace for p in planted], smollm2, tmp_path / "run", intervention=intervention, units="spans")
     found = [auc(p, run, smollm2) for p in planted]
     print(f"{target} {intervention}: AUC {np.mean(found):.2f} over {len(found)} traces")  # noqa: T201
-    if target == "steps" and intervention == "knockout":
+    if asserted:
         half_width = 1.96 * np.std(found, ddof=1) / np.sqrt(len(found))
         assert np.mean(found) - half_width > 0.8
     else:  # reported, without a threshold: another question, or more arithmetic than the model can do

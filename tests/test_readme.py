@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -80,3 +81,12 @@ def test_every_name_of_kvlens_in_the_readme_exists() -> None:
     assert {"show", "plots"} <= public
     for name in public:
         assert name in kvlens.__all__ or (ROOT / "kvlens" / f"{name}.py").is_file(), name
+
+
+def test_the_numbers_are_those_of_the_committed_results() -> None:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "experiments" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert tables.updated(README) == README

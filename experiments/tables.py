@@ -1,0 +1,111 @@
+"""Write the measured numbers into README.md: the part between the two markers, from data/results alone.
+
+Run: python experiments/tables.py     A test runs it too and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "data" / "results"
+START, END = "<!-- numbers: written by experiments/tables.py -->", "<!-- end of numbers -->"
+
+
+def result(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def speed(found: dict[str, Any]) -> list[str]:
+    machine = found["machine"]
+    evict, knockout = found["evict_512"], found["knockout_512"]
+    rate, small, large = found["batched_rate"], found["captum_128"], found["captum_512"]
+    half, memory = found["bf16"], found["memory_4096"]
+
+    def row(what: str, baseline: str, value: dict[str, Any], unit: str = "x") -> str:
+        names = ("speedup", "share_of_plain_rate")
+        same = ("speedup_over_same_linear_kernel", "share_of_plain_rate_same_linear_kernel")
+        first = next(value[name] for name in names if name in value)
+        second = next(value[name] for name in same if name in value)
+        return f"| {what} | {baseline} | {first:.2f}{unit} | {second:.2f}{unit} |"
+
+    full, captum = "one full forward a window", "captum's FeatureAblation"
+    return [
+        f"{found['model']}, {found['dtype']}, window 1, {machine['cpu']} on {machine['threads']} of {machine['cores']} "
+        f"threads, torch {machine['torch']}; medians of five in one run (`experiments/01_label_speed.py`). The engine's "
+        f"linear layers run on: {found['linear_kernel']}. The last column gives the baseline the same kernel.",
+        "",
+        "| labels of | baseline | faster | same kernel |",
+        "|---|---|---|---|",
+        row("`evict`, 512 + 32 tokens", full, evict),
+        row("`knockout`, 512 + 32 tokens", full, knockout),
+        row("`evict`, tokens a second", "8 rows of 32 tokens, no prefix", rate, " of it"),
+        row("`substitute`, 128 + 32 tokens", captum, small["substitute"]),
+        row("`evict`, 128 + 32 tokens", captum, small["evict"]),
+        row("`evict`, 512 + 32 tokens", captum, large["evict"]),
+        "",
+        f"Largest difference from the full forward: {evict['largest_difference_nats']:.1e} nats (`evict`), "
+        f"{knockout['largest_difference_nats']:.1e} (`knockout`). Extra peak memory of a batch of 64 windows at 4,096 "
+        f"tokens: {memory['extra_peak_bytes'] / 1e6:.0f} MB, where 64 copies of the prefix would take "
+        f"{memory['prefix_copies_bytes'] / 1e9:.1f} GB. bfloat16 takes {1 / half['speedup_bf16_over_fp32']:.2f} of "
+        f"float32's time here; its effects differ from float32's by {half['bf16_against_fp32_nats']['median']:.2g} nats "
+        f"in the median (rank agreement {half['spearman']:.2f}), the median |effect| being "
+        f"{half['median_abs_effect_fp32_nats']:.2g}.",
+    ]
+
+
+def planted(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Planted traces ({found['n_traces']} for each row, {found['model']}, {found['dtype']}, "
+        "`experiments/01_planted.py`): AUC of needed values against distractors, mean over traces with a 95 % interval.",
+        "",
+        "| target | `knockout` | `evict` | `substitute` |",
+        "|---|---|---|---|",
+    ]
+    for target, name in (("steps", "restates every step"), ("value", "the final value alone")):
+        cells = [found["auc"][f"{target} {kind}"] for kind in ("knockout", "evict", "substitute")]
+        shown = " | ".join(f"{cell['mean']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]" for cell in cells)
+        lines.append(f"| {name} | {shown} |")
+    return lines
+
+
+def screen(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"The gradient screen ({found['model']}, {found['dtype']}, `evict`, window 1, every window measured, "
+        "`experiments/01_screen.py`): recall of the true top tenth in the screen's top quarter, and rank agreement.",
+        "",
+        "| traces | n | recall at .25: median, least | Spearman: median, least | of plain \\|S\\|: recall median, least |",
+        "|---|---|---|---|---|",
+    ]
+    for source, rules in found["sources"].items():
+        used, plain = rules["|S| + layer norm"], rules["|S|"]
+        recall, rank, other = used["recall"]["0.25"], used["spearman"], plain["recall"]["0.25"]
+        lines.append(
+            f"| {source} | {rules['n_traces']} | {recall['median']:.2f}, {recall['least']:.2f} | "
+            f"{rank['median']:.2f}, {rank['least']:.2f} | {other['median']:.2f}, {other['least']:.2f} |"
+        )
+    return lines
+
+
+def block() -> str:
+    parts = [
+        write(found)
+        for name, write in (("01_label_speed", speed), ("01_planted", planted), ("01_screen", screen))
+        if (found := result(name))
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def updated(readme: str) -> str:
+    """README's text with the part between the markers written anew."""
+    before, rest = readme.split(START)
+    _, after = rest.split(END)
+    return f"{before}{START}\n\n{block()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    page = ROOT / "README.md"
+    page.write_text(updated(page.read_text()))

@@ -35,8 +35,8 @@ def speed(found: dict[str, Any]) -> list[str]:
     full, captum = "one full forward a window", "captum's FeatureAblation"
     return [
         f"{found['model']}, {found['dtype']}, window 1, {machine['cpu']} on {machine['threads']} of {machine['cores']} "
-        f"threads, torch {machine['torch']}; medians of five in one run (`experiments/01_label_speed.py`). The engine's "
-        f"linear layers run on: {found['linear_kernel']}. The last column gives the baseline the same kernel.",
+        f"threads, torch {machine['torch']}; medians of five in one run (`experiments/01_label_speed.py`). "
+        f"The engine's linear layers run on: {found['linear_kernel']}. The last column gives the baseline the same kernel.",
         "",
         "| labels of | baseline | faster | same kernel |",
         "|---|---|---|---|",
@@ -51,8 +51,8 @@ def speed(found: dict[str, Any]) -> list[str]:
         f"{knockout['largest_difference_nats']:.1e} (`knockout`). Extra peak memory of a batch of 64 windows at 4,096 "
         f"tokens: {memory['extra_peak_bytes'] / 1e6:.0f} MB, where 64 copies of the prefix would take "
         f"{memory['prefix_copies_bytes'] / 1e9:.1f} GB. bfloat16 takes {1 / half['speedup_bf16_over_fp32']:.2f} of "
-        f"float32's time here; its effects differ from float32's by {half['bf16_against_fp32_nats']['median']:.2g} nats "
-        f"in the median (rank agreement {half['spearman']:.2f}), the median |effect| being "
+        f"float32's time here; its effects differ from float32's by "
+        f"{half['bf16_against_fp32_nats']['median']:.2g} nats in the median (rank agreement {half['spearman']:.2f}), the median |effect| being "
         f"{half['median_abs_effect_fp32_nats']:.2g}.",
     ]
 
@@ -60,7 +60,8 @@ def speed(found: dict[str, Any]) -> list[str]:
 def planted(found: dict[str, Any]) -> list[str]:
     lines = [
         f"Planted traces ({found['n_traces']} for each row, {found['model']}, {found['dtype']}, "
-        "`experiments/01_planted.py`): AUC of needed values against distractors, mean over traces with a 95 % interval.",
+        "`experiments/01_planted.py`): AUC of needed values against distractors, "
+        "mean over traces with a 95 % interval.",
         "",
         "| target | `knockout` | `evict` | `substitute` |",
         "|---|---|---|---|",
@@ -77,7 +78,7 @@ def screen(found: dict[str, Any]) -> list[str]:
         f"The gradient screen ({found['model']}, {found['dtype']}, `evict`, window 1, every window measured, "
         "`experiments/01_screen.py`): recall of the true top tenth in the screen's top quarter, and rank agreement.",
         "",
-        "| traces | n | recall at .25: median, least | Spearman: median, least | of plain \\|S\\|: recall median, least |",
+        "| traces | n | recall at .25: median, least | Spearman: median, least | recall by plain \\|S\\| |",
         "|---|---|---|---|---|",
     ]
     for source, rules in found["sources"].items():

@@ -36,7 +36,8 @@ def speed(found: dict[str, Any]) -> list[str]:
     return [
         f"{found['model']}, {found['dtype']}, window 1, {machine['cpu']} on {machine['threads']} of {machine['cores']} "
         f"threads, torch {machine['torch']}; medians of five in one run (`experiments/01_label_speed.py`). "
-        f"The engine's linear layers run on: {found['linear_kernel']}. The last column gives the baseline the same kernel.",
+        f"The engine's linear layers run on: {found['linear_kernel']}. "
+        "The last column gives the baseline the same kernel.",
         "",
         "| labels of | baseline | faster | same kernel |",
         "|---|---|---|---|",
@@ -52,7 +53,8 @@ def speed(found: dict[str, Any]) -> list[str]:
         f"tokens: {memory['extra_peak_bytes'] / 1e6:.0f} MB, where 64 copies of the prefix would take "
         f"{memory['prefix_copies_bytes'] / 1e9:.1f} GB. bfloat16 takes {1 / half['speedup_bf16_over_fp32']:.2f} of "
         f"float32's time here; its effects differ from float32's by "
-        f"{half['bf16_against_fp32_nats']['median']:.2g} nats in the median (rank agreement {half['spearman']:.2f}), the median |effect| being "
+        f"{half['bf16_against_fp32_nats']['median']:.2g} nats in the median "
+        f"(rank agreement {half['spearman']:.2f}), the median |effect| being "
         f"{half['median_abs_effect_fp32_nats']:.2g}.",
     ]
 

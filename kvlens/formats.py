@@ -7,7 +7,7 @@ The place is what an error message cites: file and line, or row. By the source's
 3. Plain `.txt`: one row, `id` the file's stem and `text` its content.
 4. `hf:NAME[:CONFIG][:SPLIT]`, read by the `datasets` package; NAME may be a local folder. One part after NAME is the
    split if it is called `train`, `validation`, `test` or `dev`, else the configuration (`hf:NAME::SPLIT` and
-   `hf:NAME:CONFIG:` leave no doubt); the split defaults to `train`. Rows without an `id` column are named
+   `hf:NAME:CONFIG:` leave no doubt); the split defaults to `train`. Rows without an `id` are named
    `SPLIT-ROW`, counted from 0.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvlens.disk import disk
 from kvlens.errors import EnvironmentLacks, InputError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -39,9 +40,11 @@ def rows(source: str | Path) -> Iterator[Row]:
     if isinstance(source, str) and source.startswith("hf:"):
         return _dataset_rows(source)
     path = Path(source)
-    if path.is_dir():
+    with disk(f"reading '{path}'"):
+        is_folder, exists = path.is_dir(), path.exists()
+    if is_folder:
         raise InputError(f"cannot read traces from {path}: it is a folder", f"name {FORMS}")
-    if not path.exists():
+    if not exists:
         raise InputError(f"cannot read traces from {path}: no such file", f"name {FORMS}")
     suffix = path.suffix.lower()
     readers = dict.fromkeys(JSONL_SUFFIXES, _jsonl_rows) | dict.fromkeys(PARQUET_SUFFIXES, _parquet_rows)
@@ -100,10 +103,13 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with path.open("rb") as stream, pq.ParquetFile(stream) as file:
+            names = file.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                refuse(str(path), f"it has more than one column named {twice[0]!r}", "give every column its own name")
             number = 0
             for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
+                for row in _parquet_objects(path, batch, number):
                     number += 1
                     yield f"{path}, row {number}", row
     except (pa.ArrowInvalid, OSError) as error:  # a damaged page is an OSError without an errno
@@ -111,6 +117,17 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             raise
         reason = str(error).splitlines()[0]
         raise InputError(f"cannot read {path}: no whole Parquet file ({reason})", "write the file again") from error
+
+
+def _parquet_objects(path: Path, batch: Any, above: int) -> list[dict[str, Any]]:
+    """The rows of one batch; `above` rows of the file come before it."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError as error:
+        place = f"{path}, rows {above + 1} to {above + batch.num_rows}"
+        refuse(place, f"a string holds invalid UTF-8 ({error.reason})", "save the text as UTF-8")
+    except (ValueError, OverflowError) as error:  # nanoseconds or a year that Python's dates cannot hold
+        refuse(f"{path}, rows {above + 1} to {above + batch.num_rows}", f"a value cannot be read ({error})")
 
 
 def _plain_rows(path: Path) -> Iterator[Row]:
@@ -137,7 +154,8 @@ def _dataset_rows(source: str) -> Iterator[Row]:
             raise InputError(message, "check NAME, CONFIG and SPLIT of hf:NAME[:CONFIG][:SPLIT]") from error
         raise EnvironmentLacks(message, "check the name and the network, or name a local file") from error
     for number, row in enumerate(table):
-        yield f"{source}, row {number}", {"id": f"{split}-{number}"} | dict(row)
+        named = {} if row.get("id") is not None else {"id": f"{split}-{number}"}
+        yield f"{source}, row {number}", dict(row) | named
 
 
 def _dataset_name(source: str) -> tuple[str, str | None, str]:

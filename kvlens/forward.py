@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any
 
@@ -26,9 +27,11 @@ from kvlens.attention import (
     within_window,
 )
 from kvlens.causal_lm import Model, fingerprint_of
-from kvlens.errors import ModelRefused
+from kvlens.errors import InputError, ModelRefused
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
+# What families that learn a vector per position call their table.
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
 def wrap(
@@ -41,14 +44,18 @@ def wrap(
 ) -> Model:
     """The model as kvlens sees it. The given model is put in eval mode, its parameters need no gradient from here on.
 
-    Raises: ModelRefused where a layer has no ordinary keys and values, or a weight is not finite.
+    Raises: InputError for what is no causal LM, ModelRefused where a layer has no ordinary keys and values, or a
+        weight is not finite.
     Cost: one forward pass of two tokens and one pass over the weights.
     """
+    parts = ("config", "get_decoder", "get_output_embeddings")
+    if not all(hasattr(hf_model, part) for part in parts) or hf_model.get_output_embeddings() is None:
+        raise InputError(f"{name}: {type(hf_model).__name__} is no causal LM of transformers", "give one, whole")
     hf_model.eval().requires_grad_(False)
     config = hf_model.config.get_text_config(decoder=True)
     sliding = _sliding_windows(name, hf_model, config)
     calls = _attention_calls(hf_model)
-    if len(calls) != len(sliding):
+    if not calls or len(calls) != len(sliding):
         raise ModelRefused(
             f"{name} ({type(hf_model).__name__}): {len(calls)} of its {len(sliding)} layers attend through "
             "transformers' attention interface, so the others cannot be masked or measured",
@@ -122,6 +129,24 @@ def _attention_calls(hf_model: Any) -> list[tuple[nn.Module, tuple[tuple[int, in
     with torch.no_grad(), override(decoder, record):
         decoder(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)
     return calls
+
+
+def learned_positions(model: Model) -> int | None:
+    """How many positions the model has vectors for, in tokens; None where positions are computed and have no end."""
+    for name, module in model.decoder.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES:
+            return module.num_embeddings - int(getattr(module, "offset", 0))
+    return None
+
+
+def check_ids(model: Model, ids: Iterable[int]) -> None:
+    """Nothing; raises InputError for a token id the model has no embedding for: its tokenizer is another model's."""
+    beyond = next((int(i) for i in ids if not 0 <= i < model.d_vocab), None)
+    if beyond is not None:
+        raise InputError(
+            f"token {beyond} is outside the vocabulary of {model.name}, which ends at {model.d_vocab - 1}",
+            "use the tokenizer that came with the model",
+        )
 
 
 def attention_modules(model: Model) -> list[nn.Module]:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from kvlens.disk import disk, sha256_file
 from kvlens.errors import InputError
-from kvlens.runstate import STATE
+from kvlens.runstate import STATE, flaw
 from kvlens.schemas import SCHEMAS, to_pandas
 
 
@@ -67,6 +67,8 @@ def load(run: str | Path | Sequence[str | Path]) -> Run:
     """
     if isinstance(run, (str, Path)):
         return _load_one(Path(run))
+    if not isinstance(run, Sequence) or not all(isinstance(one, (str, Path)) for one in run):
+        raise InputError(f"loading {run!r} failed: it is no path", "give a run folder, or a list of run folders")
     return _stack([_load_one(Path(one)) for one in run])
 
 
@@ -83,7 +85,8 @@ def _load_one(path: Path) -> Run:
                 "run its command again with --force, or restore the file",
             )
         try:
-            tables[name] = to_pandas(pq.read_table(file))
+            with disk(f"reading '{file}'"), open(file, "rb") as stream:  # pyarrow's own paths must be UTF-8
+                tables[name] = to_pandas(pq.read_table(stream))
         except pa.ArrowException as error:
             raise InputError(f"loading '{file}' failed: {error}", "run its command again with --force") from error
     return Run(str(path), meta, tables)
@@ -92,20 +95,24 @@ def _load_one(path: Path) -> Run:
 def _read_meta(path: Path) -> dict[str, Any]:
     """What `run.json` says, once it is known to describe a finished run of a known schema."""
     failed = f"loading '{path}' failed"
-    if not (path / STATE).is_file():
+    with disk(f"reading '{path / STATE}'"):
+        found = (path / STATE).is_file()
+    if not found:
         reason = f"it has no {STATE}" if path.is_dir() else "there is no such folder"
         raise InputError(f"{failed}: {reason}", "give the folder that a kvlens command wrote (its -o)")
     try:
         with disk(f"reading '{path / STATE}'"):
             meta = dict(json.loads((path / STATE).read_bytes()))
         schema, status = str(meta["schema"]), meta["status"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{failed}: its {STATE} is damaged ({error})", "give a folder that kvlens wrote") from error
     if schema not in SCHEMAS:
         hint = "update kvlens" if schema.startswith("kvlens.") else "give a folder that kvlens wrote"
         raise InputError(f"{failed}: schema '{schema}' is not one of {sorted(SCHEMAS)}", hint)
     if status != "complete":
         raise InputError(f"{failed}: the run is not finished", "run its command again: it continues where it stopped")
+    if reason := flaw(meta):
+        raise InputError(f"{failed}: its {STATE} is damaged: {reason}", "restore it, or run its command again")
     return meta
 
 

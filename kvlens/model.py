@@ -33,10 +33,10 @@ from kvlens.builtin import DEFAULT_MODEL, DEFAULT_NOTE, cached_models, default_f
 from kvlens.causal_lm import Model, SelfCheck
 from kvlens.decoding import generate, stop_ids
 from kvlens.errors import EnvironmentLacks, InputError
-from kvlens.forward import attention_modules, blocks, hidden, logits, unembed
+from kvlens.forward import attention_modules, blocks, check_ids, hidden, learned_positions, logits, unembed
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
-from kvlens.weights import cache_dir, read_gguf, read_pretrained, recall, remember, stamp
+from kvlens.weights import cache_dir, read_gguf, read_pretrained, recall, refusals, remember, stamp
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -49,12 +49,14 @@ __all__ = [
     "cache_from",
     "cache_layers",
     "cached_models",
+    "check_ids",
     "doctor_facts",
     "generate",
     "hidden",
     "hooks_bite",
     "ignores_masks",
     "layer_masks",
+    "learned_positions",
     "load",
     "logits",
     "new_cache",
@@ -107,15 +109,16 @@ def load(
         raise EnvironmentLacks(
             f"'{name}' does not fit into the memory of {place}", "use --dtype bfloat16 or --device cpu"
         ) from error
-    model = _looked_over(hf_model, tokenizer, name=name, note=note, source=source)
+    with refusals(name, local=True):
+        model = _looked_over(hf_model, tokenizer, name=name, note=note, source=source)
     return replace(model, check=checked(model, keep=True)) if check else model
 
 
 def wrap(hf_model: Any, tokenizer: Any = None, *, name: str = "in-memory", check: bool = False) -> Model:
     """A model already in memory, for Jupyter and tests; it is put in eval mode, its parameters without gradient.
 
-    Raises: ModelRefused for a layer kind without ordinary keys and values, for a weight that is not finite, and, with
-        `check`, for a failed self-check.
+    Raises: InputError for what is no causal LM; ModelRefused for a layer kind without ordinary keys and values, for a
+        weight that is not finite, and, with `check`, for a failed self-check.
     """
     model = forward.wrap(hf_model, tokenizer, name=name)
     return replace(model, check=checked(model)) if check else model
@@ -125,7 +128,10 @@ def _source(name: str) -> Path | str:
     """Where a name leads: a model folder or a .gguf file (a Path), or a Hugging Face id (a string)."""
     if name == DEFAULT_MODEL:
         return default_folder()
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # ~name of a user there is not
+        raise InputError(f"no such model folder or file: '{name}'", "`kvlens models` lists what is cached") from error
     if name and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
     if name and path.exists():
@@ -169,6 +175,9 @@ def _backend(attention: str, place: torch.device) -> str:
         return "sdpa"
     if attention not in BACKENDS:
         raise InputError(f"unknown attention backend '{attention}'", f"one of auto, {', '.join(BACKENDS)}")
+    if attention == "flex_attention" and place.type == "cpu":
+        # torch's CPU kernel ends the whole process where queries and keys differ in number
+        raise EnvironmentLacks("flex_attention needs a CUDA GPU", "use --attention sdpa")
     if attention == "flash_attention_2":
         if place.type != "cuda":
             raise EnvironmentLacks("flash_attention_2 needs a CUDA GPU", "use --attention sdpa")

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,10 +21,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvlens.disk import write_whole
+from kvlens.disk import LOCK, write_whole
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.page_style import N_STEPS, step, step_class, style_sheet, visible
+from kvlens.runstate import STATE
 from kvlens.schemas import LABELS
 
 SCALE_QUANTILE = 0.99
@@ -38,10 +40,20 @@ def inspect(
     Raises: InputError when it is no finished labels run or has no such trace.
     """
     run = labels_run(run)
-    table = top_tokens(run, trace, n)
     if html is not None:
-        write_whole(Path(html), page(run, None if trace is None else [trace]).encode())
+        _refuse_own_file(run, html)
+    table = top_tokens(run, trace, n)
+    if html is not None:  # a path that is no UTF-8 is shown with its bytes spelt out
+        write_whole(Path(html), page(run, None if trace is None else [trace]).encode("utf-8", "backslashreplace"))
     return table
+
+
+def _refuse_own_file(run: Run, html: str | Path) -> None:
+    """Nothing, unless the page would replace a file of the run itself."""
+    target = Path(os.path.realpath(html))
+    of_a_run = target.name in (STATE, LOCK) or target.suffix == ".parquet"
+    if of_a_run and target.parent == Path(os.path.realpath(run.path)):
+        raise InputError(f"writing '{html}' failed: it is a file of the run itself", "give another --html file")
 
 
 def top_tokens(run: Run | str | Path, trace_id: str | None = None, n: int = 20) -> pd.DataFrame:
@@ -159,6 +171,8 @@ def labels_run(run: Run | str | Path) -> Run:
     if run.schema != LABELS or "runs" in run.meta:
         what = "several runs" if "runs" in run.meta else f"schema '{run.schema}'"
         raise InputError(f"viewing {run!r} failed: {what}, not one run of '{LABELS}'", "give the folder of a label run")
+    if lacking := {"windows", "tokens", "traces"} - set(run.tables):
+        raise InputError(f"viewing {run!r} failed: it has no table {sorted(lacking)}", "run its command again")
     return run
 
 

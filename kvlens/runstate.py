@@ -16,8 +16,27 @@ from typing import Any
 from kvlens.disk import LOCK, TEMPORARY, disk
 from kvlens.errors import InputError
 from kvlens.provenance import now, versions
+from kvlens.schemas import SCHEMAS
 
 STATE = "run.json"
+# What every `run.json` holds, and what a finished one holds besides; each is read somewhere without a second look.
+ALWAYS: dict[str, type | tuple[type, ...]] = {
+    "run_id": str,
+    "config": dict,
+    "model": dict,
+    "model.name": str,
+    "seed": int,
+    "dtype": str,
+    "device": str,
+    "attention": str,
+    "versions": dict,
+    "versions.kvlens": str,
+    "wall_seconds": (int, float),
+    "counts": dict,
+    "counts.skipped": list,
+    "events": list,
+}
+FINISHED: dict[str, type | tuple[type, ...]] = {"tables": dict, "finished": str}
 
 
 def held_state(path: Path) -> dict[str, Any] | None:
@@ -34,11 +53,34 @@ def held_state(path: Path) -> dict[str, Any] | None:
         text = (path / STATE).read_bytes()
     try:
         state = json.loads(text)
-        if state["schema"].startswith("kvlens.") and state["run_id"] and state["status"] in ("running", "complete"):
+        ours = state["schema"].startswith("kvlens.") and state["run_id"] and state["status"] in ("running", "complete")
+        if ours and not flaw(state):
             return dict(state)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise InputError(f"'{path}' is no kvlens run: its {STATE} was not written by kvlens or is damaged", refusal)
+
+
+def flaw(state: dict[str, Any]) -> str:
+    """What a `run.json` of ours lacks or holds of the wrong kind, in words; empty where nothing is wrong."""
+    finished = state.get("status") == "complete"
+    wanted = ALWAYS | FINISHED if finished else ALWAYS
+    for name, kind in wanted.items():
+        value: Any = state
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind):
+            return f"'{name}' is missing or of the wrong kind"
+    for table, facts in state["tables"].items() if finished else ():
+        if table not in SCHEMAS.get(state["schema"], {table}):
+            return f"'{state['schema']}' has no table '{table}'"
+        if (
+            not isinstance(facts, dict)
+            or type(facts.get("bytes")) is not int
+            or not isinstance(facts.get("sha256"), str)
+        ):
+            return f"the size or checksum of table '{table}' is missing or of the wrong kind"
+    return ""
 
 
 def start_afresh(path: Path, held: dict[str, Any], wanted: dict[str, Any], force: bool) -> bool:

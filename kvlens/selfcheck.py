@@ -83,8 +83,14 @@ def _failed(model: Model, result: SelfCheck) -> list[str]:
 def self_check(model: Model) -> SelfCheck:
     """What the five checks of this file found; raises nothing on a mismatch.
 
+    Raises: ModelRefused for a model that cannot run on as many tokens as the checks need.
     Cost: a dozen forward passes of at most 24 tokens, a second for a model of 135M parameters on a CPU.
     """
+    if model.max_context < N_TOKENS:
+        raise ModelRefused(
+            f"{model.name}: a context of {model.max_context} tokens is too short to check it on {N_TOKENS}",
+            "use a model with a longer context",
+        )
     tolerance = TOLERANCE_NATS.get(model.dtype, TOLERANCE_NATS[torch.float32])
     found: dict[str, float] = {}
     reason = ""
@@ -97,7 +103,15 @@ def self_check(model: Model) -> SelfCheck:
         "moved": lambda truth: _apart(_masked(model, ids), truth[:, N_PREFIX:]),
         "override": lambda truth: _apart(_overridden(model, ids), truth[:, N_PREFIX:]),
     }
-    truth = model.hf(input_ids=ids, use_cache=False).logits.float()
+    try:
+        truth = model.hf(input_ids=ids, use_cache=False).logits.float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ModelRefused(
+            f"{model.name} fails on {N_TOKENS} tokens: {type(error).__name__}: {error}".splitlines()[0],
+            "use a whole model with the config.json that came with it",
+        ) from error
     for name, step in steps.items():
         try:
             found[name] = step(truth)
@@ -166,7 +180,12 @@ def doctor_facts() -> dict[str, Any]:
         "free_bytes": torch.cuda.mem_get_info()[0]
         if cuda
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"),
-        "attention": ["sdpa", "eager", "flex_attention", *(["flash_attention_2"] if cuda and flash else [])],
+        "attention": [
+            "sdpa",
+            "eager",
+            *(["flex_attention"] if cuda else []),
+            *(["flash_attention_2"] if cuda and flash else []),
+        ],
         "flash_attn": flash,
         "cache_dir": str(folder),
         "cache_writable": os.access(_nearest(folder), os.W_OK),

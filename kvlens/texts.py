@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from kvlens.segmenting import UNITS, split_reasoning, units
 from kvlens.tokenising import token_ranges, tokenize
 
 __all__ = ["UNITS", "read_prompts", "read_traces", "split_reasoning", "token_ranges", "tokenize", "units"]
+
+META_DEPTH = 50  # objects and lists inside each other; what writes and hashes them recurses
 
 
 def read_traces(source: str | Path, *, limit: int | None = None) -> list[Trace]:
@@ -108,11 +112,16 @@ def _string(place: str, row: dict[str, Any], name: str) -> str | None:
         return None
     if not isinstance(value, str):
         refuse(place, f"{name!r} must be a string, found {kind_of(value)}")
+    return _whole(place, value, name)
+
+
+def _whole(place: str, text: str, name: str) -> str:
+    """`text`, once no half of a surrogate pair is in it: JSON can spell one, but no tokenizer or file holds it."""
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer reads
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
         refuse(place, f"{name!r} holds a lone surrogate at character {error.start}", "save the text as UTF-8")
-    return value
+    return text
 
 
 def _identifier(place: str, row: dict[str, Any]) -> str:
@@ -133,6 +142,7 @@ def _answer(place: str, row: dict[str, Any]) -> tuple[str, ...]:
             refuse(place, f"'answer' must be a string or a list of strings, found {kind_of(answer)}")
         if not answer.strip():
             refuse(place, "an answer is empty")
+        _whole(place, answer, "answer")
     return tuple(answers)
 
 
@@ -169,20 +179,40 @@ def _questions(place: str, row: dict[str, Any]) -> tuple[Question, ...]:
 
 
 def _meta(place: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The object `meta` as JSON can hold it."""
     meta = row.get("meta")
     if meta is None:
         return {}
     if not isinstance(meta, dict):
         refuse(place, f"'meta' must be an object, found {kind_of(meta)}")
-    if not _finite(meta):
-        refuse(place, "'meta' holds NaN or infinity", "leave such values out")
-    return meta
+    return {key: _json(place, value, 2) for key, value in _keyed(place, meta)}
 
 
-def _finite(value: Any) -> bool:
-    """Whether no number inside `value` is NaN or infinite (1e999 is standard JSON and infinite)."""
+def _keyed(place: str, value: dict[Any, Any]) -> list[tuple[str, Any]]:
+    """The items of an object, once all its keys are text."""
+    for key in value:
+        if not isinstance(key, str):
+            refuse(place, f"'meta' has the key {key!r}, which is no string")
+        _whole(place, key, "meta")
+    return list(value.items())
+
+
+def _json(place: str, value: Any, depth: int) -> Any:
+    """`value` (at `depth` levels inside `meta`) as JSON holds it; dates of Parquet or a dataset become ISO 8601."""
+    if depth > META_DEPTH and isinstance(value, (dict, list)):
+        refuse(place, f"'meta' is nested deeper than {META_DEPTH} levels", "keep it flatter")
     if isinstance(value, dict):
-        return all(_finite(inner) for inner in value.values())
+        return {key: _json(place, inner, depth + 1) for key, inner in _keyed(place, value)}
     if isinstance(value, list):
-        return all(_finite(inner) for inner in value)
-    return not isinstance(value, float) or math.isfinite(value)
+        return [_json(place, inner, depth + 1) for inner in value]
+    if isinstance(value, Decimal):
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):  # 1e999 is standard JSON and infinite
+        refuse(place, "'meta' holds NaN or infinity", "leave such values out")
+    if isinstance(value, (date, time)):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, str):
+        return _whole(place, value, "meta")
+    if value is not None and not isinstance(value, (bool, int, float)):
+        refuse(place, f"'meta' holds a value of the type {type(value).__name__}", "leave it out, or give it as text")
+    return value

@@ -95,7 +95,12 @@ def _pieces(trace: Trace, tokenizer: Any, chat: bool) -> list[str]:
         if not getattr(tokenizer, "chat_template", None):
             raise _error(trace, "the tokenizer has no chat template", "leave --chat out, or use a chat model")
         turns = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        try:
+            prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program from elsewhere: it may raise whatever it likes
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            hint = "leave --chat out, or mend the template"
+            raise _error(trace, f"the tokenizer's chat template failed: {reason}", hint) from error
     return [prompt, trace.reasoning, trace.target]
 
 

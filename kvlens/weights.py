@@ -13,13 +13,14 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+import torch
 import transformers
-from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
@@ -29,12 +30,17 @@ from kvlens.disk import Damaged, read_sealed, write_sealed
 from kvlens.errors import EnvironmentLacks, InputError, KvlensError, ModelRefused
 
 WEIGHT_FILES = (".safetensors", ".bin", ".gguf")
-_BROKEN_FILE = (OSError, ValueError, RuntimeError, KeyError, IndexError, TypeError, EOFError, SafetensorError)
+# Buffers that older checkpoints keep and that are made anew from the config.
+_REMADE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids)$")
 
 
 def cache_dir() -> Path:
     """The cache folder: `$KVLENS_CACHE`, else the platform's user cache folder for kvlens; not created here."""
-    return Path(os.environ.get("KVLENS_CACHE") or platformdirs.user_cache_dir("kvlens")).expanduser()
+    folder = os.environ.get("KVLENS_CACHE") or platformdirs.user_cache_dir("kvlens")
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:  # ~name of a user there is not
+        raise EnvironmentLacks(f"the cache folder '{folder}' leads nowhere: {error}", "set $KVLENS_CACHE") from error
 
 
 def recall(key: str) -> Any:
@@ -85,7 +91,7 @@ def read_gguf(path: Path, options: dict[str, Any]) -> tuple[Any, Any, str]:
     Raises: InputError when the file is damaged or no language model, EnvironmentLacks when a package is missing.
     Cost: a tenth of a minute for 135M parameters, the metadata being parsed anew by every reader.
     """
-    with _refusals(str(path), local=True):
+    with refusals(str(path), local=True):
         from gguf import GGUFReader
 
         reader = GGUFReader(path)
@@ -102,7 +108,7 @@ def read_gguf(path: Path, options: dict[str, Any]) -> tuple[Any, Any, str]:
                 output_loading_info=True,
                 **options | unpacked,
             )
-        _refuse_missing(str(path), report)
+        _refuse_partial(str(path), hf_model, report)
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if splitter is not None and splitter.contents() == "smollm":
@@ -117,7 +123,7 @@ def read_pretrained(source: Path | str, options: dict[str, Any]) -> tuple[Any, A
     """Model and tokenizer of a folder (a Path) or a Hugging Face id (a string).
 
     Raises: InputError for a folder that is no whole model, EnvironmentLacks for an id that cannot be had here,
-        ModelRefused for weights that are missing or a checkpoint that wants its own code run.
+        ModelRefused for weights that are missing or left over, or a checkpoint that wants its own code run.
     """
     local = isinstance(source, Path)
     if isinstance(source, Path) and not (source / "config.json").is_file():
@@ -125,22 +131,30 @@ def read_pretrained(source: Path | str, options: dict[str, Any]) -> tuple[Any, A
             f"'{source}' is a folder without config.json: no model", "give the folder that holds config.json"
         )
     common = {"local_files_only": local, "trust_remote_code": False}
-    with _refusals(str(source), local=local), quiet():
+    with refusals(str(source), local=local), quiet():
         hf_model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **common, **options)
-        _refuse_missing(str(source), report)
+        _refuse_partial(str(source), hf_model, report)
         return hf_model, AutoTokenizer.from_pretrained(source, **common)
 
 
 @contextlib.contextmanager
-def _refusals(name: str, *, local: bool) -> Iterator[None]:
+def refusals(name: str, *, local: bool) -> Iterator[None]:
     """Within it whatever a reader raises becomes one line that says who must act."""
     try:
         yield
+    except KvlensError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise EnvironmentLacks(
+            f"'{name}' does not fit into memory", "use a smaller model or --dtype bfloat16"
+        ) from error
     except ImportError as error:
         reason = _line(error)
         raise EnvironmentLacks(f"reading '{name}' needs a package: {reason}", "install it beside kvlens") from error
-    except _BROKEN_FILE as error:
+    except Exception as error:  # a config may hold anything, and readers raise anything on it
         reason = _line(error)
+        if "can't allocate memory" in reason:  # how torch reports it on a CPU
+            raise EnvironmentLacks(f"'{name}' does not fit into memory", "use a smaller model") from error
         if "trust_remote_code" in str(error):
             raise ModelRefused(
                 f"'{name}' wants its own code run, which kvlens never does", "use another model"
@@ -154,13 +168,24 @@ def _refusals(name: str, *, local: bool) -> Iterator[None]:
         ) from error
 
 
-def _refuse_missing(name: str, report: dict[str, Any]) -> None:
-    """Refuse a model whose weights are partly made up."""
+def _refuse_partial(name: str, hf_model: Any, report: dict[str, Any]) -> None:
+    """Refuse a model whose weights are partly made up, and weights that only a part of became the model."""
     missing = sorted(map(str, [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]))
     if missing:
         raise ModelRefused(
             f"'{name}' lacks {len(missing)} weights (first: '{missing[0]}'), which would be random",
             "use a complete checkpoint of a causal LM",
+        )
+    tied = getattr(hf_model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    unused = sorted(
+        key
+        for key in map(str, report.get("unexpected_keys", ()))
+        if not (_REMADE.search(key) or (tied and key.endswith("lm_head.weight")))
+    )
+    if unused:
+        raise ModelRefused(
+            f"'{name}' holds {len(unused)} weights (first: '{unused[0]}') that its config has no place for",
+            "the config may name too few layers: use the config.json that came with the weights",
         )
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_weights import word_tokenizer, write_gguf
-from tiny import FAMILIES, llama, token_ids
+from tiny import FAMILIES, gpt2, llama, token_ids
+from transformers import LlamaModel
 
 from kvlens import causal_lm, selfcheck
 from kvlens.errors import EnvironmentLacks, InputError, ModelRefused
-from kvlens.model import Model, load, logits, wrap
+from kvlens.model import Model, check_ids, learned_positions, load, logits, wrap
 
 
 @pytest.fixture
@@ -75,7 +76,8 @@ def test_a_gguf_file_loads(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "a/b/c", "no.gguf", "", "a b", "../x"]
+    "name",
+    ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "~nosuch-user/x", "a/b/c", "no.gguf", "", "a b", "../x"],
 )
 def test_a_path_that_leads_nowhere_is_bad_input(cache: Path, name: str) -> None:
     with pytest.raises(InputError, match="no such model") as caught:
@@ -124,11 +126,32 @@ def test_unknown_options_are_bad_input(cache: Path, options: dict[str, str], mes
         load("nowhere", **options)
 
 
-def test_a_gpu_that_is_not_there_and_flash_without_one_are_lacks(cache: Path) -> None:
+@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, LlamaModel(llama().config)], ids=repr)
+def test_what_is_no_causal_lm_is_not_wrapped(thing: object) -> None:
+    with pytest.raises(InputError, match="no causal LM"):
+        wrap(thing)
+
+
+def test_learned_positions_end_and_computed_ones_do_not() -> None:
+    assert learned_positions(wrap(gpt2(n_positions=40))) == 40
+    assert learned_positions(wrap(llama())) is None
+
+
+def test_a_token_without_an_embedding_is_refused() -> None:
+    model = wrap(llama())
+    check_ids(model, range(model.d_vocab))
+    for bad in (model.d_vocab, -1):
+        with pytest.raises(InputError, match=f"token {bad} is outside"):
+            check_ids(model, [0, bad])
+
+
+def test_a_gpu_that_is_not_there_and_backends_without_one_are_lacks(cache: Path) -> None:
     with pytest.raises(EnvironmentLacks, match="no such GPU"):
         load("nowhere", device=f"cuda:{torch.cuda.device_count()}")
     with pytest.raises(EnvironmentLacks, match="CUDA GPU"):
         load("nowhere", device="cpu", attention="flash_attention_2")
+    with pytest.raises(EnvironmentLacks, match="CUDA GPU"):
+        load("nowhere", device="cpu", attention="flex_attention")
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, build, llama, token_ids
+from tiny import FAMILIES, build, gpt2, llama, token_ids
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -151,6 +151,16 @@ def test_what_a_model_raises_inside_the_check_is_in_the_refusal(monkeypatch: pyt
     assert "\n" not in caught.value.message
 
 
+def test_a_context_too_short_to_check_and_a_model_that_fails_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelRefused, match="context of 16 tokens is too short"):
+        wrap(gpt2(n_positions=16), check=True)
+    model = wrap(gpt2(n_positions=24))
+    checked(model)
+    model.hf.transformer.wpe = torch.nn.Embedding(20, 32)
+    with pytest.raises(ModelRefused, match="fails on 24 tokens: IndexError"):
+        checked(model)
+
+
 def test_a_kept_verdict_is_read_and_a_damaged_one_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLENS_CACHE", str(tmp_path))
     model = wrap(llama())
@@ -201,7 +211,8 @@ def test_doctor_facts_name_what_runs_here(tmp_path: Path, monkeypatch: pytest.Mo
     assert facts["hooks_bite"] is True
     assert facts["cache_dir"] == str(tmp_path / "not" / "there")
     assert not (tmp_path / "not").exists()
-    assert {"python", "transformers", "transformer-lens", "kvlens", "device"} <= facts.keys()
+    assert {"python", "transformers", "kvlens", "device"} <= facts.keys()
     assert facts["memory_bytes"] >= facts["free_bytes"] > 0
     assert "sdpa" in facts["attention"]
+    assert ("flex_attention" in facts["attention"]) == torch.cuda.is_available()
     json.dumps(facts)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import N_VOCAB, build, llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,7 +20,8 @@ from transformers.utils import logging as transformers_logging
 
 from kvlens import weights
 from kvlens.errors import EnvironmentLacks, InputError, ModelRefused
-from kvlens.weights import cache_dir, quiet, read_gguf, read_pretrained, recall, remember, stamp
+from kvlens.model import load
+from kvlens.weights import cache_dir, quiet, read_gguf, read_pretrained, recall, refusals, remember, stamp
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
@@ -148,6 +150,70 @@ def test_weights_of_another_size_are_refused(folder: Path) -> None:
         read_pretrained(folder, OPTIONS)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"head_dim": 0},
+        {"vocab_size": "many"},
+        {"vocab_size": -1},
+        {"num_hidden_layers": "3"},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": -1},
+        {"rms_norm_eps": "small"},
+        {"max_position_embeddings": "long"},
+        {"max_position_embeddings": None},
+        {"eos_token_id": ["a", None]},
+        {"pad_token_id": 4000},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": "full"},
+        {"layer_types": ["other"] * 3},
+        {"dtype": "floaty"},
+        {"quantization_config": 3},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_refused_in_one_line(
+    folder: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLENS_CACHE", str(folder / "cache"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises((InputError, ModelRefused)) as caught:
+        load(str(folder), device="cpu")
+    assert str(folder) in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_tokenizer_config_that_is_no_object_is_bad_input(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(InputError, match="cannot be read as a causal LM"):
+        read_pretrained(folder, OPTIONS)
+
+
+def test_weights_the_config_has_no_place_for_are_refused_but_buffers_are_not(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    weights_file = folder / "model.safetensors"
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ModelRefused, match=r"holds 9 weights \(first: 'model\.layers\.2\.input_layernorm"):
+        read_pretrained(folder, OPTIONS)
+    (folder / "config.json").write_text(json.dumps(config))
+    extra = {f"model.layers.0.self_attn.{name}": torch.ones(4) for name in ("rotary_emb.inv_freq", "masked_bias")}
+    save_file(load_file(weights_file) | extra, weights_file, metadata={"format": "pt"})
+    read_pretrained(folder, OPTIONS)
+
+
+def test_memory_that_runs_out_is_what_the_environment_lacks() -> None:
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("x"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
+        with pytest.raises(EnvironmentLacks, match="memory"), refusals("big", local=True):
+            raise error
+
+
 def test_missing_weights_are_never_made_up(tmp_path: Path) -> None:
     build(LlamaModel, LlamaConfig(**llama().config.to_dict())).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
@@ -217,6 +283,9 @@ def test_the_cache_folder_follows_the_variable(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("KVLENS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir().name == "kvlens"
+    monkeypatch.setenv("KVLENS_CACHE", "~nosuch-user/x")
+    with pytest.raises(EnvironmentLacks, match="leads nowhere"):
+        cache_dir()
 
 
 def test_what_is_remembered_is_recalled_and_damage_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

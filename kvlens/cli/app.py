@@ -44,6 +44,7 @@ INTERNAL, INTERRUPTED = 70, 130
 DEBUG = "--debug"
 EPILOG = f"{DEBUG}, anywhere, adds the traceback to an error."
 _LACKING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOMEM}
+_SHOWN = 60  # characters of a name that is too long
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -118,6 +119,8 @@ def _explain(error: BaseException) -> tuple[int, str, str]:
             f"out of memory: {_one_line(error)}",
             "use shorter traces (--limit, --target-tokens) or a larger machine",
         )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return 2, f"{error.strerror}: '{str(error.filename)[:_SHOWN]}...'", "give a shorter path or name"
     if isinstance(error, OSError) and error.errno in _LACKING:
         where = f" '{error.filename}'" if error.filename else ""
         return 3, f"{error.strerror}{where}", "check the free space and the permissions there"

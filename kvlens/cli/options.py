@@ -17,7 +17,7 @@ Attention = Annotated[
     Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"],
     typer.Option("--attention", help="The attention backend."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="The seed of every random choice.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of every random choice.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Read only the first N traces.")]
 BeyondContext = Annotated[
     bool, typer.Option("--beyond-context", help="Allow traces longer than the model was trained for.")

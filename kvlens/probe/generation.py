@@ -129,6 +129,13 @@ def full_answer(occluder: Occluder, *, max_new_tokens: int = MAX_NEW_TOKENS) -> 
     return text
 
 
+def answer_is_missing(occluder: Occluder, answer: str) -> bool:
+    """Whether the recorded target states an answer and `answer` does not: then there is nothing that could flip."""
+    tokens = occluder.tokens
+    target = _tokenizer(occluder).decode(tokens.ids[tokens.n_context :].tolist())
+    return final_answer(target) is not None and final_answer(answer) is None
+
+
 def _texts(
     occluder: Occluder, batch: Sequence[Counterfactual], end: Callable[[str], int | None], max_new_tokens: int
 ) -> list[str]:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -110,7 +111,7 @@ def label(
         schema=LABELS,
         config=as_config(settings),
         model={"name": loaded.name, "fingerprint": loaded.fingerprint, "note": loaded.note},
-        input_hash=hash_traces(found),
+        input_hash=_hash_input(found, everything),
         seed=seed,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
@@ -143,6 +144,14 @@ def _at_hand(traces: Sequence[Trace], limit: int | None) -> list[Trace]:
     if twice:
         raise InputError(f"the id {twice[0]!r} stands for {counts[twice[0]]} traces", "give every trace its own id")
     return found
+
+
+def _hash_input(traces: Sequence[Trace], everything: Sequence[Tokens]) -> str:
+    """The SHA-256 of the traces and of how they were tokenised: another tokenizer or template makes another run."""
+    digest = hashlib.sha256(hash_traces(traces).encode())
+    for tokens in everything:
+        digest.update(f"{tokens.n_prompt} {tokens.n_context} ".encode() + tokens.ids.astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 def _tokens(trace: Trace, model: Model, settings: Settings) -> Tokens:
@@ -227,7 +236,7 @@ def _why_not_correct(tokens: Tokens) -> str:
     """Why a trace cannot count as answered right, or nothing when it does."""
     trace = tokens.trace
     if "correct" in trace.meta:
-        return "" if trace.meta["correct"] else "its answer is wrong (meta.correct)"
+        return "" if trace.meta["correct"] is True else "its answer is not right (meta.correct is not true)"
     if not trace.answer:
         return "no answer to compare with"
     target = trace.target if trace.text is None else trace.text[int(tokens.char_spans[tokens.n_context, 0]) :]

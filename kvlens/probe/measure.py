@@ -48,6 +48,7 @@ class TraceMeasurement:
         self._engine: Engine | None = None
         self._batch_sizes: set[int] = set()
         self._full_answer: str | None = None
+        self._nothing_to_flip = False
 
     @property
     def id(self) -> str:
@@ -118,10 +119,8 @@ class TraceMeasurement:
 
     def _window_rows(self, members: list[int], chosen: dict[int, str]) -> dict[str, Any]:
         """The rows of one batch, measured now."""
-        engine = self.occluder()
-        batch = [engine.counterfactual(self.windows[i]) for i in members]
-        effects = self._effects(batch)
-        full = engine.reference
+        batch = [self.occluder().counterfactual(self.windows[i]) for i in members]
+        effects, full = self._effects(batch), self.occluder().reference
         lost = full.log_probs - effects.log_probs  # [row, target]
         rows: dict[str, Any] = {
             "trace_id": self.id,
@@ -167,10 +166,15 @@ class TraceMeasurement:
         """Into how many pieces a batch goes."""
         return min(int(self.run.plan["split"]), n_rows)
 
-    def _flips(self, batch: Sequence[Counterfactual]) -> list[bool]:
+    def _flips(self, batch: Sequence[Counterfactual]) -> Sequence[bool | None]:
         engine = self._masking_engine("--flips")
         if self._full_answer is None:
             self._full_answer = generation.full_answer(engine)
+            self._nothing_to_flip = generation.answer_is_missing(engine, self._full_answer)
+            if self._nothing_to_flip:
+                self.run.add_event("the full cache gives no answer to flip", trace_id=self.id)
+        if self._nothing_to_flip:
+            return [None] * len(batch)
         answer = self._full_answer
         pieces = self._in_pieces(batch, lambda rows: generation.flips(engine, rows, answer))
         return [flip for piece in pieces for flip in piece]
@@ -243,11 +247,10 @@ class TraceMeasurement:
 
     def _noise(self) -> Report:
         """The differences that another batch shape, and for half precision float32, make to some windows."""
-        measured = self._measured()
         usual = {-(-size // self._pieces(size)) for size in self._batch_sizes}
+        measured = self._measured()
         rows = measured.iloc[noise.spread(range(len(measured)))]
-        windows = windows_in(rows)
-        effects = rows.effect_nats.to_numpy()
+        windows, effects = windows_in(rows), rows.effect_nats.to_numpy()
         found: Report = {"noise": []}
         try:
             found["noise"] = np.abs(noise.recompute(self.occluder(), windows, usual) - effects).tolist()
@@ -277,13 +280,12 @@ class TraceMeasurement:
         return subsets.fit_surrogate(kept, effects, alone)
 
     def _trace_row(self, report: Report) -> dict[str, Any]:
-        floors = [*report["noise"], *report.get("noise_fp32", [])]
         return {
             "trace_id": [self.id],
             "n_tokens": [self.tokens.n_tokens],
             "n_target": [self.tokens.n_target],
             "log_prob_full": [float(self.occluder().reference.log_probs.sum())],
-            "noise_nats": [max(floors, default=np.nan)],
+            "noise_nats": [max([*report["noise"], *report.get("noise_fp32", [])], default=np.nan)],
         }
 
     def _remember(self, name: str, value: Any) -> None:

@@ -124,6 +124,7 @@ def own_trace(model: Model, prompt: Trace, settings: Mapping[str, Any]) -> Trace
     # A stand-in target: the prompt is then tokenised exactly as it will be when its trace is labelled.
     read = tokenize(replace(prompt, target="."), model.tokenizer, chat=settings["chat"])
     ids = read.ids[: read.n_prompt].tolist()
+    models.check_ids(model, ids)
     room = min(settings["max_new_tokens"], model.max_context - len(ids))
     if room < 1:
         raise InputError(f"its prompt of {len(ids)} tokens fills the model's context of {model.max_context}")
@@ -146,7 +147,8 @@ def own_trace(model: Model, prompt: Trace, settings: Mapping[str, Any]) -> Trace
     }
     kept = {name: value for name, value in prompt.meta.items() if name not in meta}
     trace = replace(prompt, reasoning=reasoning, target=target, meta=meta | kept)
-    tokenize(trace, model.tokenizer, chat=settings["chat"], max_tokens=model.max_context)
+    whole = tokenize(trace, model.tokenizer, chat=settings["chat"], max_tokens=model.max_context)
+    models.check_ids(model, whole.ids.tolist())
     return trace
 
 
@@ -199,8 +201,14 @@ def _finished(lines: LineFile, asked: Sequence[Trace], settings: Mapping[str, An
     Raises: InputError where the file holds something else, which `force` replaces if it is traces made here.
     """
     rows = [_own_row(lines.path, number, line) for number, line in enumerate(lines.lines, start=1)]
-    if lines.tail and not rows and not any(_may_be_ours(lines.tail, prompt.id, settings) for prompt in asked):
-        raise _not_ours(lines.path, 1)
+    if lines.tail and not rows:  # a cut-off line alone does not show whose file it is
+        if not any(_may_be_ours(lines.tail, prompt.id, settings) for prompt in asked):
+            raise _not_ours(lines.path, 1)
+        if not force:
+            raise InputError(
+                f"'{lines.path}' holds a cut-off line and nothing else, so it may not be ours",
+                "choose another file, or add --force to replace it",
+            )
     reasons = _differences(rows, asked, settings)
     if reasons and not force:
         raise InputError(

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import model as models
-from kvlens.errors import ModelRefused
+from kvlens.errors import InputError, ModelRefused
 from kvlens.linear import fast_linear
 from kvlens.model import Model
 
@@ -52,13 +52,30 @@ def make_reference(
     """The reference from the full cache's hidden states at the rows that predict `targets`."""
     with fast_linear():
         logits = models.unembed(model, states)[0]
-    value = None if metric is None else float(metric(logits[None], targets)[0])
+    value = None if metric is None else float(_measured(metric, logits[None], targets)[0])
     # fp64: probabilities whose sum is off by 1e-6 would shift every KL by that times the mean logit.
     log_p = logits.double().log_softmax(-1)
     probabilities = log_p.exp()
     negentropy = (probabilities * log_p).sum(-1)
     chosen, _ = _target_log_probs(logits[None], targets)  # the rows' own arithmetic: hiding nothing gives exactly 0
     return Reference(chosen[0].cpu(), probabilities.float(), negentropy, value)
+
+
+def _measured(metric: Metric, logits: Tensor, targets: Tensor) -> Tensor:
+    """What a user's metric makes of copies of the logits and targets, fp64 on cpu: it may change them as it likes.
+
+    Raises: InputError unless it gives one finite real number a row.
+    """
+    found = metric(logits.clone(), targets.clone())
+    if not isinstance(found, Tensor) or found.shape != logits.shape[:1] or found.is_complex():
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise InputError(
+            f"the metric gave {got} for {logits.shape[0]} rows",
+            "it takes (logits [row, target, d_vocab], target ids [target]) and gives a real tensor [row]",
+        )
+    if not bool(torch.isfinite(found.double()).all()):
+        raise InputError("the metric gave NaN or infinity", "give a finite number a row")
+    return found.double().cpu()
 
 
 def _target_log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +102,7 @@ def read(
         with fast_linear():
             logits = models.unembed(model, block)
         if metric is not None:
-            values.append(metric(logits, targets).double().cpu())
+            values.append(_measured(metric, logits, targets))
         chosen, norm = _target_log_probs(logits, targets)
         log_probs.append(chosen.cpu())
         # KL(p_full || p_row) = sum p log p - sum p (logit - norm); the product overwrites logits no one reads again.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from kvlens import model as models
 from kvlens.errors import InputError, ModelRefused
@@ -15,6 +15,15 @@ from kvlens.probe.occlusion import FILLERS, Intervention, filler_ids
 from kvlens.probe.subsets import require_surrogate
 
 UNITS = ("sentence", "step", "line", "spans")
+_MOST = 2**31 - 1  # token counts are kept in 32 bits
+RANGES = {
+    "window": (1, _MOST),
+    "stride": (1, _MOST),
+    "target_tokens": (1, _MOST),
+    "lag": (0, _MOST),
+    "random_subsets": (0, 100_000),
+    "seed": (0, 2**63 - 1),
+}
 AUTO = "auto"
 # The labels of the EpiKV paper: what differs from the defaults.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -71,6 +80,7 @@ def make_settings(preset: str | None, model: Model, metric: Callable[..., Any] |
     given = {name: value for name, value in asked.items() if value is not None}
     if "units" in given and (given.keys() & {"window", "stride"}):
         raise InputError("windows are units of the text or of a fixed width", "drop --units, or --window and --stride")
+    _check_types(given)
     settings = Settings(**(base | given))
     if "filler" in given and settings.intervention != "substitute":
         raise InputError(
@@ -82,17 +92,26 @@ def make_settings(preset: str | None, model: Model, metric: Callable[..., Any] |
     return replace(settings, stride=settings.stride or settings.window, cells=name_cells(how.cells))
 
 
+def _check_types(asked: Mapping[str, Any]) -> None:
+    """Nothing; raises InputError for a value of another type than its field, True and False being no numbers."""
+    hints = get_type_hints(Settings)
+    for name, value in asked.items():
+        allowed = get_args(hints[name]) or (hints[name],)
+        accepted = type(value) in allowed or (isinstance(value, str) and str in allowed)
+        if not accepted and not (type(value) is int and float in allowed):
+            words = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
+            raise InputError(f"{name} {value!r} is of type {type(value).__name__}", f"give {words}")
+
+
 def _check(settings: Settings) -> None:
-    for name in ("window", "stride", "target_tokens"):
+    for name, (low, high) in RANGES.items():
         value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise InputError(f"{name} {value} is less than 1 token", "give a positive number of tokens")
+        if value is not None and not low <= value <= high:
+            raise InputError(f"{name} {value} is outside {low} to {high}", "give a whole number inside this range")
     if settings.units is not None and settings.units not in UNITS:
         raise InputError(f"unit {settings.units!r} does not exist", f"choose one of {', '.join(UNITS)}")
     if settings.filler not in FILLERS:
         raise InputError(f"filler {settings.filler!r} does not exist", f"choose one of {', '.join(FILLERS)}")
-    if settings.random_subsets < 0:
-        raise InputError(f"{settings.random_subsets} random subsets", "give a number of masks, 0 for none")
     if settings.random_subsets:
         require_surrogate()
     plain_evict = settings.intervention == "evict" and settings.lag is None
@@ -109,7 +128,13 @@ def _check(settings: Settings) -> None:
 def _check_engine(settings: Settings, how: Intervention, model: Model) -> None:
     """Nothing; raises where the model's attention backend or tokenizer cannot do what is asked."""
     if how.kind == "substitute":
-        filler_ids(how, 1, 0, model)
+        (filler,) = filler_ids(how, 1, 0, model).tolist()
+        if not 0 <= filler < model.d_vocab:
+            raise InputError(
+                f"filler {settings.filler!r} is token {filler}, and the vocabulary of {model.name} ends at "
+                f"{model.d_vocab - 1}",
+                "use --filler randmulti",
+            )
     if not models.ignores_masks(model):
         return
     refuse_what_needs_a_mask(model, how)

@@ -35,19 +35,27 @@ def token_rows(tokens: Tokens, tokenizer: Any, windows: pd.DataFrame) -> dict[st
         "trace_id": tokens.trace.id,
         "pos": np.arange(tokens.n_tokens, dtype=np.int32),
         "token_id": tokens.ids.astype(np.int32),
-        "token": [token_text(tokens, tokenizer, pos) for pos in range(tokens.n_tokens)],
+        "token": token_texts(tokens, tokenizer),
         "segment": [tokens.segment(pos) for pos in range(tokens.n_tokens)],
         "effect_nats": token_effects(tokens, windows),
         "flipped": flipped,
     }
 
 
-def token_text(tokens: Tokens, tokenizer: Any, pos: int) -> str:
-    """The text a token stands for, or its name in the vocabulary when it has none of its own (BOS)."""
-    start, end = tokens.char_spans[pos]
-    if start < 0:
-        return str(tokenizer.convert_ids_to_tokens(int(tokens.ids[pos])))
-    return tokens.text[start:end]
+def token_texts(tokens: Tokens, tokenizer: Any) -> list[str]:
+    """The text each token stands for, or its name in the vocabulary when it has none of its own (BOS).
+
+    A character that several tokens share (the bytes of an emoji) is given to the first of them, so that the texts
+    in their order are the text.
+    """
+    found, edge = [], 0
+    for token_id, (start, end) in zip(tokens.ids.tolist(), tokens.char_spans.tolist(), strict=True):
+        if start < 0:
+            found.append(str(tokenizer.convert_ids_to_tokens(token_id)))
+            continue
+        found.append(tokens.text[max(start, edge) : end])
+        edge = max(edge, end)
+    return found
 
 
 def subset_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import tiny_runs
+import tiny_tokenizers
 import torch
 
 import kvlens
@@ -235,15 +237,19 @@ def test_a_trace_without_the_unit_is_refused_before_any_work(tmp_path: Path) -> 
 
 def test_tokens_flip_when_any_window_over_them_does(tmp_path: Path) -> None:
     run = label(tmp_path, TRACES, SHORT, window=8, stride=5, flips=True)
-    assert run.windows.flipped.notna().all()
+    known = run.windows.flipped.notna()
+    assert known.groupby(run.windows.trace_id).nunique().max() == 1
     assert run.windows.flipped.sum() > 0
+    # The target of "sum" states an answer that this random model never gives: there is nothing to flip.
+    assert set(run.windows.trace_id[~known]) == {"sum"}
+    assert [event["trace_id"] for event in run.meta["events"]] == ["sum"]
     for token in run.tokens.itertuples():
         over = run.windows[
             (run.windows.trace_id == token.trace_id)
             & (run.windows.window_start <= token.pos)
             & (token.pos < run.windows.window_end)
         ]
-        assert pd.isna(token.flipped) if over.empty else token.flipped == over.flipped.any()
+        assert pd.isna(token.flipped) if over.flipped.isna().all() else token.flipped == over.flipped.any()
     assert run.tokens[run.tokens.segment == "target"].flipped.isna().all()
 
 
@@ -276,14 +282,14 @@ def test_the_preset_labels_reasoning_of_right_answers_only(tmp_path: Path) -> No
     assert list(run.traces.trace_id) == ["box", "trusted"]
     assert run.meta["counts"]["skipped"] == [
         {"id": "wrong", "reason": "its target does not state the answer"},
-        {"id": "sum", "reason": "its answer is wrong (meta.correct)"},
+        {"id": "sum", "reason": "its answer is not right (meta.correct is not true)"},
         {"id": "silent", "reason": "no answer to compare with"},
         {"id": "whole", "reason": "its target does not state the answer"},
     ]
     config = run.meta["config"]
     assert (config["window"], config["stride"], config["filler"]) == (32, 16, "randmulti")
     assert set(run.windows.intervention) == {"substitute"}
-    assert run.windows.flipped.notna().all()
+    assert run.windows[run.windows.trace_id == "box"].flipped.notna().all()
     for trace_id in ("box", "trusted"):
         tokens = tokenize(next(trace for trace in traces if trace.id == trace_id), SHORT.tokenizer)
         windows = run.windows[run.windows.trace_id == trace_id]
@@ -490,3 +496,31 @@ def test_the_default_model_labels_a_trace(tmp_path: Path, smollm2: Model) -> Non
     full = oracles.of_target(oracles.target_rows(smollm2, tokens), tokens)
     hidden = oracles.masked_log_probs(smollm2, tokens, (8, 16), tokens.n_context - 1)
     assert run.windows.effect_nats[1] == pytest.approx(float((full - hidden).sum()), abs=1e-4)
+
+
+def test_a_metric_may_change_its_logits_and_must_give_a_number_a_row(tmp_path: Path) -> None:
+    def greedy(logits: Any, targets: Any) -> Any:
+        logits.zero_()
+        targets.zero_()
+        return logits[:, 0, 0]
+
+    plain, changed = label(tmp_path / "a", TRACES[:1]), label(tmp_path / "b", TRACES[:1], metric=greedy)
+    assert plain.windows.effect_nats.equals(changed.windows.effect_nats)
+    assert plain.windows.kl_nats.equals(changed.windows.kl_nats)
+    for number, wrong in enumerate([lambda x, _: 1.0, lambda x, _: x[..., 0], lambda x, _: x[:, 0, 0] * np.nan]):
+        with pytest.raises(InputError, match="the metric gave"):
+            label(tmp_path / f"wrong{number}", TRACES[:1], metric=wrong)
+
+
+def test_another_tokenizer_makes_another_run(tmp_path: Path) -> None:
+    label(tmp_path / "run")
+    other = replace(MODEL, tokenizer=tiny_tokenizers.byte_level(bos=False))
+    with pytest.raises(InputError, match="input_hash"):
+        label(tmp_path / "run", model=other)
+
+
+def test_characters_of_several_tokens_appear_once(tmp_path: Path) -> None:
+    trace = Trace("emoji", prompt="\u65e5\u672c \U0001f600", reasoning=" \u4e2d\u6587 so", target=" yes \U0001f600")
+    run = label(tmp_path / "run", [trace])
+    tokens = run.tokens[run.tokens.token != "<s>"]
+    assert "".join(tokens.token) == trace.prompt + trace.reasoning + trace.target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def test_the_configuration_is_json_and_the_seed_stands_apart() -> None:
         ({"window": 0}, "window 0"),
         ({"stride": 0}, "stride 0"),
         ({"target_tokens": 0}, "target_tokens 0"),
+        ({"window": 2**31}, "window 2147483648"),
+        ({"stride": 2**31}, "stride 2147483648"),
+        ({"lag": 2**31}, "lag 2147483648"),
+        ({"random_subsets": 100_001}, "random_subsets 100001"),
+        ({"seed": -1}, "seed -1"),
+        ({"window": 2.5}, "window 2.5 is of type float"),
+        ({"window": True}, "window True is of type bool"),
+        ({"stride": "3"}, "stride '3' is of type str"),
+        ({"cells": 3}, "cells 3 is of type int"),
+        ({"lag": 1.5}, "lag 1.5 is of type float"),
+        ({"screen": True}, "screen True is of type bool"),
+        ({"target_tokens": 1.5}, "target_tokens 1.5 is of type float"),
+        ({"seed": 1.5}, "seed 1.5 is of type float"),
+        ({"per_target": "no"}, "per_target 'no' is of type str"),
         ({"units": "word"}, "unit 'word'"),
         ({"units": "step", "window": 2}, "fixed width"),
         ({"units": "step", "stride": 2}, "fixed width"),
@@ -78,7 +93,7 @@ def test_the_configuration_is_json_and_the_seed_stands_apart() -> None:
         ({"lag": 2, "preset": "epikv"}, "no sense"),
         ({"lag": 2, "intervention": "knockout"}, "lag 2 with knockout"),
         ({"lag": -1}, "lag -1"),
-        ({"random_subsets": -1}, "-1 random subsets"),
+        ({"random_subsets": -1}, "random_subsets -1"),
         ({"random_subsets": 5, "intervention": "knockout"}, "random subsets"),
         ({"random_subsets": 5, "lag": 0}, "random subsets"),
         ({"screen": 0.0}, "screen 0.0"),
@@ -95,6 +110,15 @@ def test_contradictions_are_refused_with_a_way_out(asked: dict[str, Any], messag
         made(**asked)
     assert message in caught.value.message
     assert caught.value.hint
+
+
+def test_a_filler_the_model_has_no_embedding_for_is_refused() -> None:
+    def padded(token: int) -> Model:
+        return dataclasses.replace(MODEL, tokenizer=SimpleNamespace(pad_token_id=token))
+
+    made(padded(MODEL.d_vocab - 1), intervention="substitute", filler="pad")
+    with pytest.raises(InputError, match=f"filler 'pad' is token {MODEL.d_vocab}"):
+        made(padded(MODEL.d_vocab), intervention="substitute", filler="pad")
 
 
 @pytest.mark.parametrize(

@@ -183,12 +183,11 @@ def nats(value: float) -> str:
 
 def tokens_of(run: Run, trace_id: str) -> pd.DataFrame:
     """One trace's rows of the table `tokens`. Raises: InputError with names like it when there is no such trace."""
-    tokens = run.tokens[run.tokens.trace_id == trace_id]
-    if tokens.empty:
-        known = [str(name) for name in run.traces.trace_id]
+    known = list(map(str, run.traces.trace_id))
+    if trace_id not in known:  # asked first: pandas cannot compare with a name that is no UTF-8
         near = get_close_matches(trace_id, known, n=3, cutoff=0.3) or known[:3]
         raise InputError(f"'{run.path}' has no trace '{trace_id}'", f"its traces are named like {', '.join(near)}")
-    return tokens
+    return run.tokens[run.tokens.trace_id == trace_id]
 
 
 def _around(tokens: pd.DataFrame, pos: int) -> tuple[str, str]:

@@ -232,3 +232,19 @@ def test_inspect_is_the_table_and_writes_the_page(tmp_path: Path, run: Run) -> N
     assert list(table.pos) == [3, 7]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == reporting.page(run, ["apples"])
     assert json.dumps(reporting.summary(run))
+
+
+@pytest.mark.parametrize("name", ["run.json", "tokens.parquet", "new.parquet", ".lock", "../link/run.json"])
+def test_the_page_never_replaces_a_file_of_the_run(tmp_path: Path, run: Run, name: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(InputError, match="a file of the run itself"):
+        reporting.inspect(run, html=tmp_path / "run" / name)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    reporting.inspect(run, html=tmp_path / "run" / "page.html")
+    assert (tmp_path / "run" / "page.html").is_file()
+
+
+def test_a_run_without_all_its_tables_cannot_be_viewed(run: Run) -> None:
+    with pytest.raises(InputError, match="no table"):
+        reporting.top_tokens(Run(run.path, run.meta, {"tokens": run.tokens}))

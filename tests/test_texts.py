@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvlens.errors import EnvironmentLacks, InputError, KvlensError
 from kvlens.formats import _dataset_name
+from kvlens.provenance import hash_traces
 from kvlens.records import Question, Trace
 from kvlens.texts import read_prompts, read_traces
 
@@ -97,6 +100,13 @@ def test_a_local_folder_reads_as_a_dataset(tmp_path: Path, monkeypatch: pytest.M
     other.mkdir()
     write(other / "test.jsonl", {"text": "no id here"})
     assert read_traces(f"hf:{other}:test") == [Trace("test-0", text="no id here")]
+    dated = tmp_path / "dated"
+    dated.mkdir()
+    write(dated / "train.jsonl", {"id": None, "text": "x", "meta": {"day": "2024-05-01"}})
+    (trace,) = read_traces(f"hf:{dated}")
+    assert trace.id == "train-0"
+    assert trace.meta["day"].startswith("2024-05-01")
+    assert hash_traces([trace])
 
 
 def test_a_dataset_out_of_reach_is_the_environments_fault() -> None:
@@ -185,6 +195,11 @@ def test_bad_prompts(tmp_path: Path, row: dict[str, Any]) -> None:
         ('{"id": "b", "prompt": "p", "target": NaN}', "NaN is not standard JSON"),
         ('{"id": "b", "prompt": "p", "target": "t", "meta": {"x": -Infinity}}', "-Infinity is not standard JSON"),
         ('{"id": "b", "prompt": "\\ud800", "target": "t"}', "lone surrogate"),
+        ('{"id": "b", "prompt": "p", "target": "t", "answer": ["4", "\\ud800"]}', "'answer' holds a lone surrogate"),
+        ('{"id": "b", "prompt": "p", "target": "t", "meta": {"x": ["\\ud800"]}}', "'meta' holds a lone surrogate"),
+        ('{"id": "b", "prompt": "p", "target": "t", "meta": {"x": {"\\ud800": 1}}}', "'meta' holds a lone surrogate"),
+        ('{"id": "b", "text": "t", "meta": {"x": ' + "[" * 50 + "]" * 50 + "}}", "deeper than 50 levels"),
+        ('{"id": "b", "text": "t", "meta": {"x": ' + "[" * 900 + "]" * 900 + "}}", "deeper than 50 levels"),
         ('["id", "b"]', "expected a JSON object, found a list"),
         ("{'id': 'b'}", "invalid JSON"),
         ('{"id": "b"} {"id": "c"}', "invalid JSON"),
@@ -199,6 +214,50 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: Any, reason: st
     message = refused(path)
     assert f"{path}, line 3" in message
     assert reason in message
+
+
+def test_meta_of_the_greatest_depth_is_read(tmp_path: Path) -> None:
+    row = '{"id": "b", "text": "t", "meta": {"x": ' + "[" * 49 + "]" * 49 + "}}"
+    (trace,) = read_traces(write(tmp_path / "t.jsonl", row))
+    assert hash_traces([trace])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (datetime(2024, 5, 1, 12, 30), "2024-05-01T12:30:00"),
+        (datetime(2024, 5, 1, tzinfo=UTC), "2024-05-01T00:00:00+00:00"),
+        (date(2024, 5, 1), "2024-05-01"),
+        (time(12, 30), "12:30:00"),
+        (Decimal("1.50"), 1.5),
+        ([{"inside": date(2024, 5, 1)}], [{"inside": "2024-05-01"}]),
+    ],
+)
+def test_meta_of_parquet_becomes_json(tmp_path: Path, value: Any, expected: Any) -> None:
+    pq.write_table(pa.Table.from_pylist([GOOD | {"meta": {"x": value}}]), tmp_path / "t.parquet")
+    (trace,) = read_traces(tmp_path / "t.parquet")
+    assert trace.meta == {"x": expected}
+    assert hash_traces([trace])
+
+
+@pytest.mark.parametrize(("value", "kind"), [(b"raw", "bytes"), (timedelta(days=1), "timedelta")])
+def test_meta_without_a_json_form_is_refused_by_name(tmp_path: Path, value: Any, kind: str) -> None:
+    pq.write_table(pa.Table.from_pylist([GOOD | {"meta": {"x": value}}]), tmp_path / "t.parquet")
+    assert f"row 1: 'meta' holds a value of the type {kind}" in refused(tmp_path / "t.parquet")
+
+
+def test_parquet_with_invalid_utf8_or_two_columns_of_one_name(tmp_path: Path) -> None:
+    broken = pa.array([b"fine", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"id": ["a", "b"], "text": broken}), tmp_path / "t.parquet")
+    assert "rows 1 to 2: a string holds invalid UTF-8" in refused(tmp_path / "t.parquet")
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["x"]), pa.array(["y"])], ["id", "text", "text"])
+    pq.write_table(twice, tmp_path / "t.parquet")
+    assert "more than one column named 'text'" in refused(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".jsonl"])
+def test_a_name_too_long_for_the_system(name: str) -> None:
+    assert "File name too long" in refused(name)
 
 
 def test_a_repeated_id_names_both_lines(tmp_path: Path) -> None:

@@ -214,6 +214,17 @@ def test_chat_refusals() -> None:
         tokenize(Trace("t", prompt="lower", target="x", spans=((0, 2),)), bare, chat=True)
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{% if %}", "{{ raise_exception('no user turns') }}", "{{ nothing.content }}", "{{ 1 / 0 }}", "{{ 1 + 'a' }}"],
+)
+def test_a_chat_template_that_fails_is_named(template: str) -> None:
+    bare = byte_level.__wrapped__()
+    bare.chat_template = template
+    with pytest.raises(InputError, match=r"chat template failed: ."):
+        tokenize(TRACE, bare, chat=True)
+
+
 # Spans
 
 

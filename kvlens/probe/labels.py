@@ -155,14 +155,16 @@ def _hash_input(traces: Sequence[Trace], everything: Sequence[Tokens]) -> str:
 
 
 def _tokens(trace: Trace, model: Model, settings: Settings) -> Tokens:
-    """The trace's tokens, refused when the model was not trained for that many."""
-    return tokenize(
+    """The trace's tokens, refused when the model was not trained for that many or does not know one of them."""
+    found = tokenize(
         trace,
         model.tokenizer,
         target_tokens=settings.target_tokens,
         chat=settings.chat,
-        max_tokens=None if settings.beyond_context else model.max_context,
+        max_tokens=models.learned_positions(model) if settings.beyond_context else model.max_context,
     )
+    models.check_ids(model, found.ids.tolist())
+    return found
 
 
 @dataclass

@@ -201,14 +201,8 @@ def _finished(lines: LineFile, asked: Sequence[Trace], settings: Mapping[str, An
     Raises: InputError where the file holds something else, which `force` replaces if it is traces made here.
     """
     rows = [_own_row(lines.path, number, line) for number, line in enumerate(lines.lines, start=1)]
-    if lines.tail and not rows:  # a cut-off line alone does not show whose file it is
-        if not any(_may_be_ours(lines.tail, prompt.id, settings) for prompt in asked):
-            raise _not_ours(lines.path, 1)
-        if not force:
-            raise InputError(
-                f"'{lines.path}' holds a cut-off line and nothing else, so it may not be ours",
-                "choose another file, or add --force to replace it",
-            )
+    if lines.tail and not rows and not any(_may_be_ours(lines.tail, prompt.id, settings) for prompt in asked):
+        raise _not_ours(lines.path, 1)
     reasons = _differences(rows, asked, settings)
     if reasons and not force:
         raise InputError(

@@ -58,6 +58,11 @@ def verb_raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), 3, ["error: out of memory: Default"]),
         (OSError(errno.ENOSPC, "No space left on device", "/out"), 3, ["error: No space left on device '/out'"]),
         (PermissionError(errno.EACCES, "Permission denied", "/out"), 3, ["error: Permission denied '/out'"]),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "x" * 5000),
+            2,
+            ["error: File name too long: 'xxx", "hint:"],
+        ),
         (ValueError("a bug"), 70, ["error: internal error: ValueError: a bug", "hint: --debug"]),
         (RuntimeError("a bug"), 70, ["error: internal error: RuntimeError: a bug"]),
         (KeyboardInterrupt(), 130, ["error: interrupted", "hint: the same command continues"]),
@@ -323,3 +328,26 @@ def test_an_interrupt_is_130(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert err.splitlines()[0] == "error: interrupted"
+
+
+@pytest.mark.parametrize(
+    "words", [["inspect", "x" * 5000], ["label", "x" * 5000, "-o", "out"], ["traces", "p.jsonl", "-o", "x" * 5000]]
+)
+def test_a_path_too_long_for_the_system_is_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"id": "a", "prompt": "x"}\n')
+    assert app.main(words) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--quiet"], ["--html", "page.html"]])
+def test_names_that_are_no_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], labels: Path, form: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    odd = labels.rename(tmp_path / os.fsdecode(b"\xff"))
+    assert app.main(["inspect", str(odd), *form]) == 0
+    assert app.main(["inspect", str(odd), "--trace", os.fsdecode(b"\xff"), *form]) == 2
+    assert "has no trace" in capsys.readouterr().err

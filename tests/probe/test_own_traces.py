@@ -233,6 +233,14 @@ def test_a_damaged_line_is_named(make: Callable[..., list[Trace]], out: Path) ->
         make()
 
 
+def test_a_prompt_the_model_has_no_embeddings_for_is_kept_out(model: Model, out: Path) -> None:
+    small = replace(model, d_vocab=40)
+    skipped: dict[str, str] = {}
+    with pytest.raises(InputError, match="none of the 1 prompts"):
+        traces(PROMPTS[:1], small, out, max_new_tokens=N_NEW, on_skip=skipped.__setitem__)
+    assert "outside the vocabulary" in skipped["p0"]
+
+
 def test_prompts_without_a_trace_are_kept_out_with_a_reason(out: Path) -> None:
     """One prompt fills the context, one leaves room for a single token, one gets an empty answer."""
     model = tiny_model(max_position_embeddings=40)

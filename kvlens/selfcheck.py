@@ -103,15 +103,7 @@ def self_check(model: Model) -> SelfCheck:
         "moved": lambda truth: _apart(_masked(model, ids), truth[:, N_PREFIX:]),
         "override": lambda truth: _apart(_overridden(model, ids), truth[:, N_PREFIX:]),
     }
-    try:
-        truth = model.hf(input_ids=ids, use_cache=False).logits.float()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ModelRefused(
-            f"{model.name} fails on {N_TOKENS} tokens: {type(error).__name__}: {error}".splitlines()[0],
-            "use a whole model with the config.json that came with it",
-        ) from error
+    truth = _plain(model, ids)
     for name, step in steps.items():
         try:
             found[name] = step(truth)
@@ -134,6 +126,20 @@ def self_check(model: Model) -> SelfCheck:
         tolerance_nats=tolerance,
         reason=reason,
     )
+
+
+def _plain(model: Model, ids: Int[Tensor, "batch query"]) -> Float[Tensor, "batch query d_vocab"]:
+    """The model's own logits, by the plainest call there is."""
+    try:
+        logits_of: Tensor = model.hf(input_ids=ids, use_cache=False).logits.float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ModelRefused(
+            f"{model.name} fails on {N_TOKENS} tokens: {type(error).__name__}: {error}".splitlines()[0],
+            "use a whole model with the config.json that came with it",
+        ) from error
+    return logits_of
 
 
 def hooks_bite(model: Model) -> bool:

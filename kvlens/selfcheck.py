@@ -164,15 +164,8 @@ def doctor_facts() -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     flash = importlib.util.find_spec("flash_attn") is not None
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.5,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tiny = LlamaForCausalLM(config)

@@ -77,7 +77,17 @@ def test_a_gguf_file_loads(cache: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "~nosuch-user/x", "a/b/c", "no.gguf", "", "a b", "../nowhere-at-all"],
+    [
+        "./nowhere",
+        "/nowhere/at/all",
+        "~/nowhere-at-all",
+        "~nosuch-user/x",
+        "a/b/c",
+        "no.gguf",
+        "",
+        "a b",
+        "../nowhere-at-all",
+    ],
 )
 def test_a_path_that_leads_nowhere_is_bad_input(cache: Path, name: str) -> None:
     with pytest.raises(InputError, match="no such model") as caught:

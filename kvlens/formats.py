@@ -79,7 +79,7 @@ def _json_object(place: str, raw: bytes) -> dict[str, Any]:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         if not raw.endswith(b"\n") and isinstance(error, json.JSONDecodeError):
-            refuse(place, f"the last line is cut off or no JSON ({error.msg})", "write the file again, to its end")
+            refuse(place, f"the last line is cut off, or is not JSON ({error.msg})", "write the file again, to its end")
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         refuse(place, f"invalid JSON: {reason}", "write one standard JSON object a line")
     if not isinstance(value, dict):

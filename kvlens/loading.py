@@ -67,7 +67,7 @@ def load(run: str | Path | Sequence[str | Path]) -> Run:
     """
     if isinstance(run, (str, Path)):
         return _load_one(Path(run))
-    if not isinstance(run, Sequence) or not all(isinstance(one, (str, Path)) for one in run):
+    if not isinstance(run, Sequence) or isinstance(run, bytes) or not all(isinstance(one, (str, Path)) for one in run):
         raise InputError(f"loading {run!r} failed: it is no path", "give a run folder, or a list of run folders")
     return _stack([_load_one(Path(one)) for one in run])
 
@@ -98,7 +98,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
     with disk(f"reading '{path / STATE}'"):
         found = (path / STATE).is_file()
     if not found:
-        reason = f"it has no {STATE}" if path.is_dir() else "there is no such folder"
+        absent = "it is a file, not a folder" if path.exists() else "there is no such folder"
+        reason = f"it has no {STATE}" if path.is_dir() else absent
         raise InputError(f"{failed}: {reason}", "give the folder that a kvlens command wrote (its -o)")
     try:
         with disk(f"reading '{path / STATE}'"):

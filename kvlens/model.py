@@ -42,6 +42,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "Model",
     "SelfCheck",
+    "as_model",
     "attention_modules",
     "attention_override",
     "blocks",
@@ -112,6 +113,16 @@ def load(
     with refusals(name, local=True):
         model = _looked_over(hf_model, tokenizer, name=name, note=note, source=source)
     return replace(model, check=checked(model, keep=True)) if check else model
+
+
+def as_model(model: str | Path | Model, **options: str) -> Model:
+    """The model itself where it is loaded already, else `load(model, **options)`."""
+    if isinstance(model, Model):
+        return model
+    if not isinstance(model, (str, Path)):
+        kind = type(model).__name__
+        raise InputError(f"a {kind} is no model to kvlens", "give a name, or kvlens.model.wrap(hf_model, tokenizer)")
+    return load(str(model), **options)  # type: ignore[arg-type]
 
 
 def wrap(hf_model: Any, tokenizer: Any = None, *, name: str = "in-memory", check: bool = False) -> Model:

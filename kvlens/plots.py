@@ -19,10 +19,10 @@ import numpy as np
 import pandas as pd
 
 from kvlens.errors import EnvironmentLacks, InputError
+from kvlens.findings import beside_sink, facts, labels_run, nats, tokens_of
 from kvlens.loading import Run
 from kvlens.page_style import visible
 from kvlens.records import SEGMENTS
-from kvlens.reporting import beside_sink, facts, labels_run, nats, tokens_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,11 +1,8 @@
-"""Views of a labels run: which tokens mattered, as a table, as a page, and in a notebook.
+"""Views of a labels run: which windows mattered (`findings.py`), as a page and in a notebook.
 
-1. Rank: the tokens by |effect|, with their sign and a few words around each; position 0 is an attention sink whose
-   effect says nothing about its text, so it and what shares a window with it are shown apart and stay out of every
-   scale.
-2. Scale: one symmetric scale for the whole page, ending at the 99th percentile of |effect|, so that a single extreme
-   does not bleach the rest.
-3. Write: self-contained HTML, each token tinted by its effect, its value on hover, all text escaped.
+1. Scale: one symmetric scale for the whole page, ending at the 99th percentile of |effect|, so that a single extreme
+   does not bleach the rest. Position 0 and what shares its window stand apart and stay out of every scale.
+2. Write: self-contained HTML, each token tinted by its effect, its value on hover, all text escaped.
 """
 
 from __future__ import annotations
@@ -13,36 +10,43 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from kvlens.disk import LOCK, write_whole
 from kvlens.errors import InputError
-from kvlens.loading import Run, load
+from kvlens.findings import (
+    beside_sink,
+    facts,
+    labels_run,
+    nats,
+    positions,
+    shortened,
+    sink_effects,
+    tokens_of,
+    top_windows,
+)
+from kvlens.loading import Run
 from kvlens.page_style import N_STEPS, step, step_class, style_sheet, visible
 from kvlens.runstate import STATE
-from kvlens.schemas import LABELS
 
 SCALE_QUANTILE = 0.99
-CONTEXT_CHARACTERS = 32
 
 
 def inspect(
     run: Run | str | Path, *, trace: str | None = None, n: int = 20, html: str | Path | None = None
 ) -> pd.DataFrame:
-    """The `n` most important tokens of a labels run (of one trace, or of all); `html` also writes the page there.
+    """The `n` most important windows of a labels run (of one trace, or of all); `html` also writes the page there.
 
-    Raises: InputError when it is no finished labels run or has no such trace.
+    Raises: InputError when it is no finished labels run, has no such trace, or `n` is no count.
     """
     run = labels_run(run)
     if html is not None:
         _refuse_own_file(run, html)
-    table = top_tokens(run, trace, n)
+    table = top_windows(run, trace, n)
     if html is not None:  # a path that is no UTF-8 is shown with its bytes spelt out
         write_whole(Path(html), page(run, None if trace is None else [trace]).encode("utf-8", "backslashreplace"))
     return table
@@ -56,65 +60,13 @@ def _refuse_own_file(run: Run, html: str | Path) -> None:
         raise InputError(f"writing '{html}' failed: it is a file of the run itself", "give another --html file")
 
 
-def top_tokens(run: Run | str | Path, trace_id: str | None = None, n: int = 20) -> pd.DataFrame:
-    """The `n` labelled tokens with the largest |effect|, in nats, position 0 left out (see `beside_sink`).
-
-    Columns: trace_id, pos, token, segment, effect_nats, and the text `before` and `after` the token.
-    """
-    run = labels_run(run)
-    tokens = run.tokens if trace_id is None else tokens_of(run, trace_id)
-    ranked = tokens[tokens.effect_nats.notna() & ~beside_sink(run, tokens)]
-    order = np.argsort(-ranked.effect_nats.abs().to_numpy(), kind="stable")[:n]
-    top = ranked.iloc[order][["trace_id", "pos", "token", "segment", "effect_nats"]].reset_index(drop=True)
-    around = [_around(tokens_of(run, row.trace_id), int(row.pos)) for row in top.itertuples()]
-    return top.assign(before=[before for before, _ in around], after=[after for _, after in around])
-
-
-def beside_sink(run: Run, tokens: pd.DataFrame) -> pd.Series:
-    """Which of these rows of `run.tokens` are position 0, or share a window with it and so carry its effect."""
-    first = run.windows[run.windows.window_start == 0].groupby("trace_id").window_end.max()
-    return tokens.pos < tokens.trace_id.map(first).fillna(1)
-
-
-def sink_effects(run: Run | str | Path) -> pd.Series:
-    """The effect of position 0 in nats, by trace_id; traces where it was not labelled are absent."""
-    tokens = labels_run(run).tokens
-    return tokens[(tokens.pos == 0) & tokens.effect_nats.notna()].set_index("trace_id").effect_nats
-
-
-def facts(run: Run) -> dict[str, str]:
-    """What a reader must know before a number of this run: model, intervention, windows, precision, noise."""
-    meta, config = run.meta, run.meta["config"]
-    model = meta["model"]
-    units = config.get("units")
-    window = (
-        f"units: {units}"
-        if units
-        else f"width {config.get('window', '?')}, stride {config.get('stride', '?')}, in tokens"
-    )
-    noise = run.traces.noise_nats.dropna()
-    rows = {
-        "model": f"{model['name']}" + (f" ({model['note']})" if model.get("note") else ""),
-        "intervention": ", ".join(sorted(run.windows.intervention.unique())) or str(config.get("intervention", "?")),
-        "windows": window,
-        "cells": ", ".join(sorted(run.windows.cells.unique())),
-        "precision": f"{meta['dtype']} on {meta['device']}, attention {meta['attention'] or 'default'}",
-        "noise floor": f"{noise.median():.2g} nats (median), {noise.max():.2g} (largest)"
-        if len(noise)
-        else "not measured",
-        "traces": f"{len(run.traces):,}"
-        + (f", {len(skipped):,} skipped" if (skipped := meta["counts"]["skipped"]) else ""),
-        "made": f"{meta['finished']} with kvlens {meta['versions']['kvlens']}, seed {meta['seed']}",
-    }
-    return {name: value for name, value in rows.items() if value}
-
-
 def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:
     """The run as one HTML page without any outside resource: the given traces, or all of them."""
     run = labels_run(run)
     ids = list(run.traces.trace_id) if trace_ids is None else list(trace_ids)
     scale = _scale(run, pd.concat([tokens_of(run, trace_id) for trace_id in ids])) if ids else 0.0
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{_shown(value)}</dd>" for name, value in facts(run).items())
+    about = facts(run, ids[0] if len(ids) == 1 else None)
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{_shown(value)}</dd>" for name, value in about.items())
     sections = "\n".join(
         _section(run, trace_id, scale, f"t{number}", len(ids) == 1) for number, trace_id in enumerate(ids)
     )
@@ -157,44 +109,9 @@ class View:
         return f'<div class="kvlens">{head}{_section(self.run, self.trace_id, scale, "", True)}</div>'
 
     def __repr__(self) -> str:
-        top = top_tokens(self.run, self.trace_id, 10)
-        shown = top.assign(**{name: top[name].map(visible) for name in ("token", "before", "after")})
+        top = top_windows(self.run, self.trace_id, 10)
+        shown = top.assign(**{name: top[name].map(visible) for name in ("text", "before", "after")})
         return f"{self.trace_id}\n{shown.drop(columns='trace_id').to_string(index=False)}"
-
-
-def labels_run(run: Run | str | Path) -> Run:
-    """The labels run behind `run`, loaded when it is a path.
-
-    Raises: InputError when it is of another schema, or several runs stacked.
-    """
-    run = run if isinstance(run, Run) else load(run)
-    if run.schema != LABELS or "runs" in run.meta:
-        what = "several runs" if "runs" in run.meta else f"schema '{run.schema}'"
-        raise InputError(f"viewing {run!r} failed: {what}, not one run of '{LABELS}'", "give the folder of a label run")
-    if lacking := {"windows", "tokens", "traces"} - set(run.tables):
-        raise InputError(f"viewing {run!r} failed: it has no table {sorted(lacking)}", "run its command again")
-    return run
-
-
-def nats(value: float) -> str:
-    """A signed effect in three digits, with a true minus sign."""
-    return f"{value:+#.3g}".rstrip(".").replace("-", "−")
-
-
-def tokens_of(run: Run, trace_id: str) -> pd.DataFrame:
-    """One trace's rows of the table `tokens`. Raises: InputError with names like it when there is no such trace."""
-    known = list(map(str, run.traces.trace_id))
-    if trace_id not in known:  # asked first: pandas cannot compare with a name that is no UTF-8
-        near = get_close_matches(trace_id, known, n=3, cutoff=0.3) or known[:3]
-        raise InputError(f"'{run.path}' has no trace '{trace_id}'", f"its traces are named like {', '.join(near)}")
-    return run.tokens[run.tokens.trace_id == trace_id]
-
-
-def _around(tokens: pd.DataFrame, pos: int) -> tuple[str, str]:
-    """A few words before and after position `pos`."""
-    before = "".join(tokens.token[tokens.pos.between(pos - CONTEXT_CHARACTERS, pos - 1)])
-    after = "".join(tokens.token[tokens.pos.between(pos + 1, pos + CONTEXT_CHARACTERS)])
-    return before[-CONTEXT_CHARACTERS:], after[:CONTEXT_CHARACTERS]
 
 
 def _scale(run: Run, tokens: pd.DataFrame) -> float:
@@ -209,12 +126,13 @@ def _shown(text: str) -> str:
 
 def _legend(scale: float) -> str:
     steps = "".join(f'<span class="{step_class(number)}"></span>' for number in range(-N_STEPS, N_STEPS + 1))
-    ticks = "".join(f"<span>{nats(scale * part) if part else '0'}</span>" for part in (-1, -0.5, 0, 0.5, 1))
+    half, end = nats(scale / 2)[1:], nats(scale)[1:]
+    ticks = "".join(f"<span>{tick}</span>" for tick in (f"≤ −{end}", f"−{half}", "0", f"+{half}", f"≥ +{end}"))
     return f"""<div class="legend"><div class="bar"><span>better without it</span><div class="steps">{steps}</div>
 <span>the target needs it</span><div class="ticks">{ticks}</div></div>
 <div class="keys"><span>Effect in nats: log p(target) with the token minus without it</span>
 <span><span class="sink">position 0</span> attention sink, with its window off the scale</span>
-<span>no tint: under {nats(scale / N_STEPS / 2)[1:]}, within the noise, or not labelled</span></div></div>"""
+<span>no tint: less than {nats(scale / N_STEPS / 2)[1:]} nats, within the noise, or not labelled</span></div></div>"""
 
 
 def _contents(run: Run, ids: list[str]) -> str:
@@ -262,26 +180,18 @@ def _spans(tokens: pd.DataFrame, scale: float, noise: float) -> Iterator[str]:
 
 
 def _top_table(run: Run, trace_id: str, scale: float, noise: float, opened: bool) -> str:
-    """The ten tokens with the largest |effect|, for reading without colour."""
+    """The ten windows with the largest |effect|, for reading without colour."""
     rows = []
-    for row in top_tokens(run, trace_id, 10).itertuples():
+    for row in top_windows(run, trace_id, 10).itertuples():
         tint = step_class(step(row.effect_nats, scale, noise))
-        context = f'{_shown(row.before)}<mark class="{tint}">{_shown(row.token)}</mark>{_shown(row.after)}'
-        cells = f'<td class="number">{nats(row.effect_nats)}</td><td class="number">{row.pos}</td>'
+        mark = f'<mark class="{tint}">{_shown(shortened(row.text))}</mark>'
+        context = f"{_shown(row.before)}{mark}{_shown(row.after)}"
+        cells = (
+            f'<td class="number">{nats(row.effect_nats)}</td><td class="number">{positions(row.start, row.end)}</td>'
+        )
         rows.append(f'<tr>{cells}<td>{escape(row.segment)}</td><td class="context">{context}</td></tr>')
     if not rows:
         return ""
     head = '<th class="number">nats</th><th class="number">position</th><th>segment</th><th>in context</th>'
-    return f"""<details{" open" if opened else ""}><summary>Most important tokens</summary>
+    return f"""<details{" open" if opened else ""}><summary>Where it mattered most</summary>
 <table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></details>"""
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """The run's facts and the sink's effect, as JSON values."""
-    sinks = sink_effects(run)
-    return {
-        "path": run.path,
-        "schema": run.schema,
-        **facts(run),
-        "sink_nats_median": sinks.median() if len(sinks) else None,
-    }

@@ -83,6 +83,12 @@ def flaw(state: dict[str, Any]) -> str:
     return ""
 
 
+def refuse_other_folder(path: str | Path) -> None:
+    """Nothing; raises InputError where `path` holds what kvlens did not write: asked before long work begins."""
+    if Path(path).is_dir():
+        held_state(Path(path))
+
+
 def start_afresh(path: Path, held: dict[str, Any], wanted: dict[str, Any], force: bool) -> bool:
     """True when `force` replaces the run in `path`; False when it is the same run and may go on.
 
@@ -103,11 +109,16 @@ def _differences(held: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     def identity(state: dict[str, Any]) -> dict[str, Any]:
         top = {name: state.get(name) for name in ("schema", "input_hash", "seed", "dtype")}
         model = {"model fingerprint": (state.get("model") or {}).get("fingerprint")}
-        return top | model | {f"config {key}": value for key, value in (state.get("config") or {}).items()}
+        return top | model | (state.get("config") or {})
 
     there, here = identity(held), identity(wanted)
     names = [name for name in here | there if there.get(name) != here.get(name)]
-    return [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in names]
+    words = {
+        "input_hash": "the traces are others, or more or fewer (--limit), or tokenised otherwise (input_hash)",
+        "model fingerprint": f"the model is '{held['model']['name']}' there, '{wanted['model']['name']}' here, "
+        "of another fingerprint",
+    }
+    return [words.get(name, f"{name} is {there.get(name)!r} there and {here.get(name)!r} here") for name in names]
 
 
 def check_tables(path: Path, state: dict[str, Any]) -> None:

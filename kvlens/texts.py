@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvlens.records import Question, Trace
 from kvlens.segmenting import UNITS, split_reasoning, units
 from kvlens.tokenising import token_ranges, tokenize
 
-__all__ = ["UNITS", "read_prompts", "read_traces", "split_reasoning", "token_ranges", "tokenize", "units"]
+__all__ = ["UNITS", "at_hand", "read_prompts", "read_traces", "split_reasoning", "token_ranges", "tokenize", "units"]
 
 META_DEPTH = 50  # objects and lists inside each other; what writes and hashes them recurses
 
@@ -41,6 +42,27 @@ def read_prompts(source: str | Path, *, limit: int | None = None) -> list[Trace]
     Raises: as `read_traces`.
     """
     return _collect(source, _prompt, limit)
+
+
+def at_hand(traces: Sequence[Trace], limit: int | None = None) -> list[Trace]:
+    """The first `limit` of traces that are in memory already.
+
+    Raises: InputError when there are none, two of one id, or something else among them.
+    """
+    if isinstance(traces, Trace) or not isinstance(traces, Iterable):
+        raise InputError(f"cannot read traces from {traces!r:.80}", "give a file, or a list of traces")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise InputError(f"cannot take {limit!r} traces: the limit must be 1 or more", "leave limit out")
+    found = list(traces)[:limit]
+    if not found:
+        raise InputError("no traces to work on", "give at least one trace")
+    for trace in found:
+        if not isinstance(trace, Trace):
+            raise InputError(f"{trace!r:.80} is no trace", "make one: kvlens.records.Trace(id, prompt=..., target=...)")
+    counts = Counter(trace.id for trace in found)
+    if twice := [trace_id for trace_id, count in counts.items() if count > 1]:
+        raise InputError(f"the id {twice[0]!r} stands for {counts[twice[0]]} traces", "give every trace its own id")
+    return found
 
 
 def _collect(source: str | Path, build: Callable[[str, dict[str, Any]], Trace], limit: int | None) -> list[Trace]:

@@ -12,7 +12,7 @@ import made_runs
 import numpy as np
 import pytest
 
-from kvlens import reporting
+from kvlens import findings, reporting
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.page_style import DARK, LIGHT, N_STEPS, colours, step, step_class, style_sheet, visible
@@ -41,26 +41,72 @@ def token_spans(page: str) -> list[dict[str, str | None]]:
     return [attributes for tag, attributes in Elements(page).tags if tag == "span" and attributes.get("title")]
 
 
-def test_top_tokens_are_ranked_by_size_with_their_sign_and_without_the_sink(run: Run) -> None:
-    top = reporting.top_tokens(run, "apples", n=3)
-    assert list(top.pos) == [3, 7, 12]
+def test_top_windows_are_ranked_by_size_with_their_sign_and_without_the_sink(run: Run) -> None:
+    top = findings.top_windows(run, "apples", n=3)
+    assert list(top.start) == [3, 7, 12]
+    assert list(top.end) == [4, 8, 13]
     assert list(top.effect_nats) == [2.0, -1.5, 0.75]
     assert list(top.trace_id) == ["apples"] * 3
     tokens = run.tokens[run.tokens.trace_id == "apples"].token
-    assert top.token[0] == tokens.iloc[3]
+    assert top.text[0] == tokens.iloc[3]
     text = "".join(tokens)
-    around = top.before[0] + top.token[0] + top.after[0]
+    around = top.before[0] + top.text[0] + top.after[0]
     assert around in text
-    assert text.startswith(top.before[0] + top.token[0])
-    assert reporting.sink_effects(run).to_dict() == {"apples": 23.5, "<b>": 23.5}
+    assert text.startswith(top.before[0] + top.text[0])
+    assert findings.sink_effects(run).to_dict() == {"apples": 23.5, "<b>": 23.5}
 
 
-def test_top_tokens_of_all_traces_and_never_of_the_target(run: Run) -> None:
-    top = reporting.top_tokens(run, n=10_000)
+def test_top_windows_of_all_traces_and_never_of_the_target(run: Run) -> None:
+    top = findings.top_windows(run, n=10_000)
     assert set(top.trace_id) == {"apples", "<b>"}
     assert set(top.segment) <= {"prompt", "reasoning"}
     assert len(top) == int((run.tokens.effect_nats.notna() & (run.tokens.pos > 0)).sum())
     assert (np.diff(top.effect_nats.abs()) <= 0).all()
+
+
+def with_windows(run: Run, edges: list[tuple[int, int]], effects: list[float]) -> Run:
+    """The run with these windows of the trace `apples` alone."""
+    starts, ends = zip(*edges, strict=True)
+    rows = run.windows.iloc[: len(edges)].assign(window_start=starts, window_end=ends, effect_nats=effects)
+    return Run(run.path, run.meta, run.tables | {"windows": rows.assign(trace_id="apples")})
+
+
+def test_a_wide_window_is_one_row_and_of_overlapping_ones_the_strongest_is_listed(run: Run) -> None:
+    edges = [(0, 4), (2, 6), (4, 8), (6, 10), (10, 14), (12, 16)]
+    wide = with_windows(run, edges, [30.0, 0.1, -3.0, 2.0, 0.5, 0.5])
+    top = findings.top_windows(wide, "apples")
+    assert list(zip(top.start, top.end, strict=True)) == [(4, 8), (10, 14)]
+    tokens = run.tokens[run.tokens.trace_id == "apples"].token
+    assert top.text[0] == "".join(tokens.iloc[4:8])
+    assert top.before[0] == "".join(tokens.iloc[:4])[-findings.CONTEXT_CHARACTERS :]
+    assert "4–7" in reporting.page(wide, ["apples"])
+    assert findings.facts(wide)["position 0"].startswith("+30.0 nats: its whole window")
+
+
+def test_only_the_sinks_window_leaves_nothing_to_rank(run: Run) -> None:
+    assert findings.top_windows(with_windows(run, [(0, 9)], [3.0]), "apples").empty
+
+
+def test_the_facts_of_one_trace_are_its_own(run: Run) -> None:
+    sinks = run.windows.effect_nats.where((run.windows.window_start > 0) | (run.windows.trace_id != "<b>"), 4.5)
+    other = Run(run.path, run.meta, run.tables | {"windows": run.windows.assign(effect_nats=sinks)})
+    assert findings.summary(other, "<b>")["sink_nats_median"] == 4.5
+    assert findings.summary(other, "<b>")["n_traces"] == 1
+    assert findings.summary(other)["sink_nats_median"] == 14.0
+    assert findings.facts(other, "<b>")["position 0"] == "+4.50 nats: an attention sink, not ranked"
+    assert findings.facts(other)["position 0"] == "+14.0 nats (median of 2 traces): an attention sink, not ranked"
+
+
+def test_a_noise_floor_of_zero_does_not_read_as_not_measured(run: Run) -> None:
+    for value, words in ((0.0, "bit-equal"), (np.nan, "not measured"), (3e-6, "3e-06 nats (median trace)")):
+        traces = run.traces.assign(noise_nats=value)
+        assert words in findings.facts(Run(run.path, run.meta, run.tables | {"traces": traces}))["noise floor"]
+
+
+@pytest.mark.parametrize("n", [0, -3])
+def test_a_number_of_rows_that_is_none_is_refused(run: Run, n: int) -> None:
+    with pytest.raises(InputError, match="cannot list"):
+        reporting.inspect(run, n=n)
 
 
 def test_the_page_tints_every_token_by_its_own_effect(run: Run) -> None:
@@ -84,7 +130,7 @@ def test_the_scale_ignores_the_sink(run: Run) -> None:
 def test_what_shares_a_window_with_the_sink_is_set_apart_with_it(run: Run) -> None:
     windows = run.windows.assign(window_end=run.windows.window_end.where(run.windows.window_start > 0, 4))
     wide = Run(run.path, run.meta, run.tables | {"windows": windows})
-    assert list(reporting.top_tokens(wide, "apples", n=2).pos) == [7, 12]
+    assert list(findings.top_windows(wide, "apples", n=2).start) == [3, 7]  # windows of their own, without the sink
     page = reporting.page(wide, ["apples"])
     assert [span.get("class") == "sink" for span in token_spans(page)][:6] == [True] * 4 + [False] * 2
     assert "+2.00" not in re.search(r'<div class="ticks">.*?</div>', page).group()  # type: ignore[union-attr]
@@ -147,12 +193,12 @@ def test_an_empty_selection_and_an_unlabelled_run_still_make_a_page(tmp_path: Pa
     with made_runs.start(tmp_path / "bare") as bare:
         for table in ("tokens", "traces"):
             bare.write_part(table, "bare", columns[table])
-        bare.write_part("windows", "bare", columns["windows"])
+        bare.write_part("windows", "bare", columns["windows"] | {"effect_nats": np.nan})
         bare.finish({table: ["bare"] for table in columns})
     page = reporting.page(tmp_path / "bare")
     assert not [span for span in token_spans(page) if span.get("class") not in (None, "sink")]
     assert "not labelled" in page
-    assert reporting.top_tokens(tmp_path / "bare").empty
+    assert findings.top_windows(tmp_path / "bare").empty
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
@@ -213,7 +259,7 @@ def test_notebook_themes_win_over_the_systems(run: Run) -> None:
 
 
 def test_an_unknown_trace_is_refused_with_names_like_it(run: Run) -> None:
-    for look in (reporting.show, reporting.top_tokens):
+    for look in (reporting.show, findings.top_windows):
         with pytest.raises(InputError, match="no trace 'aples'") as caught:
             look(run, "aples")
         assert "apples" in caught.value.hint
@@ -224,14 +270,14 @@ def test_only_one_label_run_can_be_viewed(tmp_path: Path, run: Run) -> None:
         reporting.page(load([tmp_path / "run"]))
     other = Run(run.path, run.meta | {"schema": "kvlens.signals/1"}, run.tables)
     with pytest.raises(InputError, match=r"kvlens\.signals/1"):
-        reporting.top_tokens(other)
+        findings.top_windows(other)
 
 
 def test_inspect_is_the_table_and_writes_the_page(tmp_path: Path, run: Run) -> None:
     table = reporting.inspect(tmp_path / "run", trace="apples", n=2, html=tmp_path / "page.html")
-    assert list(table.pos) == [3, 7]
+    assert list(table.start) == [3, 7]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == reporting.page(run, ["apples"])
-    assert json.dumps(reporting.summary(run))
+    assert json.dumps(findings.summary(run))
 
 
 @pytest.mark.parametrize("name", ["run.json", "tokens.parquet", "new.parquet", ".lock", "../link/run.json"])
@@ -247,4 +293,4 @@ def test_the_page_never_replaces_a_file_of_the_run(tmp_path: Path, run: Run, nam
 
 def test_a_run_without_all_its_tables_cannot_be_viewed(run: Run) -> None:
     with pytest.raises(InputError, match="no table"):
-        reporting.top_tokens(Run(run.path, run.meta, {"tokens": run.tokens}))
+        findings.top_windows(Run(run.path, run.meta, {"tokens": run.tokens}))

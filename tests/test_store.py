@@ -184,7 +184,7 @@ def test_a_part_lost_before_the_merge_stops_the_run_and_not_for_ever(
     [
         ({"config": {"intervention": "evict", "window": 4, "stride": 1}}, "window is 1 there and 4 here"),
         ({"config": {"intervention": "evict", "window": 1, "stride": 1, "flips": True}}, "flips"),
-        ({"model": {"name": "made-up", "fingerprint": "other", "note": ""}}, "model fingerprint"),
+        ({"model": {"name": "made-up", "fingerprint": "other", "note": ""}}, "another fingerprint"),
         ({"input_hash": "other"}, "input_hash"),
         ({"seed": 1}, "seed"),
         ({"dtype": "bfloat16"}, "dtype"),

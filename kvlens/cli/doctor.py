@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvlens.cli import options
-from kvlens.cli.output import Output
+from kvlens.cli.output import Output, columns
+from kvlens.wording import size
 
 
 def command(json: options.Json = False, quiet: options.Quiet = False) -> None:
@@ -14,10 +15,7 @@ def command(json: options.Json = False, quiet: options.Quiet = False) -> None:
     from kvlens.model import cache_dir, doctor_facts
 
     facts = doctor_facts()
-    lines = list(_lines(facts))
-    width = max(len(name) for name, _ in lines)
-    text = "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in lines)
-    Output(json, quiet).answer(facts, text=text, paths=[cache_dir()])
+    Output(json, quiet).answer(facts, text=columns(dict(_lines(facts))), paths=[cache_dir()])
 
 
 def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -30,5 +28,7 @@ def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield label, "yes" if value else "no"
         elif isinstance(value, (list, tuple)):
             yield label, ", ".join(str(item) for item in value) or "none"
+        elif name.endswith("_bytes"):
+            yield label.removesuffix(" bytes"), size(value)
         else:
             yield label, "none" if value is None or value == {} else str(value)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from kvlens.cli import options
-from kvlens.cli.output import Output
-
-if TYPE_CHECKING:
-    from kvlens.loading import Run
+from kvlens.cli.output import Output, columns
 
 
 def command(
@@ -80,10 +77,11 @@ def command(
             chat=chat or None, device=device, dtype=dtype, attention=attention, seed=seed, limit=limit,
             beyond_context=beyond_context or None, force=force, progress=tick, note=say.note,
         )  # fmt: skip
-    from kvlens import reporting
+    from kvlens import findings
 
-    document = {**reporting.summary(run), "run": run.path, "counts": run.meta["counts"], **run.meta["results"]}
-    say.answer(document, text=_text(run), paths=[run.path])
+    document = {**findings.summary(run), "counts": run.meta["counts"], **run.meta["results"]}
+    text = columns({**findings.facts(run), "run": str(run.path)})
+    say.answer(document, text=text, paths=[run.path])
 
 
 def _fraction(text: str | None) -> float | str | None:
@@ -92,11 +90,3 @@ def _fraction(text: str | None) -> float | str | None:
         return None if text is None else float(text)
     except ValueError:
         return text
-
-
-def _text(run: Run) -> str:
-    from kvlens import reporting
-
-    facts: dict[str, Any] = reporting.facts(run)
-    lines = [f"{name.ljust(12)}  {value}" for name, value in facts.items()]
-    return "\n".join([*lines, f"{'run'.ljust(12)}  {run.path}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvlens.cli import options
 from kvlens.cli.output import Output, table
+from kvlens.wording import size
 
 
 def command(json: options.Json = False, quiet: options.Quiet = False) -> None:
@@ -13,8 +14,6 @@ def command(json: options.Json = False, quiet: options.Quiet = False) -> None:
     models = cached_models()
     text = f"no model is cached in {cache_dir()} yet"
     if models:
-        headers = list(models[0])
-        text = table(
-            headers, [["" if model[name] is None else str(model[name]) for name in headers] for model in models]
-        )
+        rows = [[model["name"], size(model["bytes"]), model["path"], model["note"]] for model in models]
+        text = table(["name", "size", "path", "note"], rows, right=(1,))
     Output(json, quiet).answer(models, text=text, paths=[model["path"] for model in models])

@@ -11,11 +11,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvlens.wording import duration
 
 Tick = Callable[[int, int], None]
 SECONDS_BETWEEN_LINES = 30.0
@@ -101,6 +103,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
     return "\n".join(aligned(line) for line in lines)
 
 
+def columns(facts: Mapping[str, str]) -> str:
+    """Each fact on its own line, the values aligned."""
+    width = max([12, *map(len, facts)])
+    return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in facts.items())
+
+
 def _write(stream: Any, text: str, end: str = "\n") -> None:
     """Nothing; a closed pipe is no error, and a character that the terminal cannot show is replaced."""
     try:
@@ -137,7 +145,7 @@ class _Clock:
         if self._first is None:
             self._first = (at, done)
         rate = (done - self._first[1]) / max(at - self._first[0], 1e-9)
-        return rate, _duration((total - done) / rate) + " left" if rate > 0 else ""
+        return rate, duration((total - done) / rate) + " left" if rate > 0 else ""
 
 
 class _Lines:
@@ -170,12 +178,3 @@ def _bar(what: str) -> Iterator[Tick]:
             bar.update(task, completed=done, total=total, pace=f"{rate:.1f}/s {left}" if rate else "")
 
         yield tick
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

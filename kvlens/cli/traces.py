@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvlens.cli import options
-from kvlens.cli.output import Output
+from kvlens.cli.output import Output, columns
+from kvlens.wording import counted
 
 if TYPE_CHECKING:
     from kvlens.records import Trace
@@ -55,7 +56,10 @@ def command(
             attention=attention, seed=seed, limit=limit, force=force, progress=tick, on_skip=on_skip,
         )  # fmt: skip
     document = {"path": out, **_facts(found), "skipped": skipped}
-    say.answer(document, text="\n".join(_lines(document)), paths=[out])
+    if document["n_hit_length_cap"]:
+        what = counted(document["n_hit_length_cap"], "trace")
+        say.note(f"warning: {what} stopped at {max_new_tokens} tokens, unfinished; give more with --max-new-tokens")
+    say.answer(document, text=_text(document), paths=[out])
 
 
 def _facts(found: list[Trace]) -> dict[str, Any]:
@@ -71,13 +75,14 @@ def _facts(found: list[Trace]) -> dict[str, Any]:
     }
 
 
-def _lines(document: dict[str, Any]) -> list[str]:
+def _text(document: dict[str, Any]) -> str:
     note = f" ({document['model_note']})" if document["model_note"] else ""
+    skipped = len(document["skipped"])
     facts = {
         "model": f"{document['model']}{note}",
-        "traces": f"{document['n_traces']:,}, {len(document['skipped']):,} prompts without one",
+        "traces": f"{document['n_traces']:,}" + (f", {counted(skipped, 'prompt')} without one" if skipped else ""),
         "correct": f"{document['n_correct']:,} of {document['n_graded']:,} graded",
         "cut off": f"{document['n_hit_length_cap']:,} at the longest text",
         "file": str(document["path"]),
     }
-    return [f"{name.ljust(12)}  {value}" for name, value in facts.items()]
+    return columns(facts)

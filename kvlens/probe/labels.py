@@ -8,10 +8,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,16 +24,17 @@ from kvlens.linear import kernel
 from kvlens.loading import Run, load
 from kvlens.model import Model
 from kvlens.probe import budget
+from kvlens.probe.inputs import hash_input, tokens_for
 from kvlens.probe.measure import TraceMeasurement
 from kvlens.probe.readout import Metric
-from kvlens.probe.settings import Settings, as_config, make_settings
+from kvlens.probe.settings import Settings, as_config, fit, make_settings
 from kvlens.probe.windows import list_windows
-from kvlens.provenance import hash_traces
 from kvlens.records import Tokens, Trace
+from kvlens.runstate import refuse_other_folder
 from kvlens.schemas import LABELS
 from kvlens.store import RunFolder, open_run
-from kvlens.texts import read_traces
-from kvlens.tokenising import tokenize
+from kvlens.texts import at_hand, read_traces
+from kvlens.wording import counted, duration, size
 
 Tick = Callable[[int, int], None]
 Note = Callable[[str], None]
@@ -87,84 +86,66 @@ def label(
     Cost: per window the recomputed tokens of METHODS; memory one prefix cache and one batch of rows.
     Source: `substitute` with flips is EpiKV's label; `evict` and `knockout` are ours.
     """
-    found = read_traces(traces, limit=limit) if isinstance(traces, (str, Path)) else _at_hand(traces, limit)
-    loaded = model if isinstance(model, Model) else models.load(model, device=device, dtype=dtype, attention=attention)
+    found = read_traces(traces, limit=limit) if isinstance(traces, (str, Path)) else at_hand(traces, limit)
     asked = {
         "intervention": intervention, "window": window, "stride": stride, "units": units, "cells": cells, "lag": lag,
         "per_target": per_target, "flips": flips, "only_correct": only_correct, "target_tokens": target_tokens,
         "filler": filler, "random_subsets": random_subsets, "screen": screen, "chat": chat,
         "beyond_context": beyond_context, "seed": seed,
     }  # fmt: skip
-    settings = make_settings(preset, loaded, metric, **asked)
-    everything = [_tokens(trace, loaded, settings) for trace in found]
+    settings = make_settings(preset, metric, **asked)
+    refuse_other_folder(out)
+    loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
+    settings = fit(settings, loaded)
+    everything = _read(found, loaded, settings)
     skipped = _not_correct(everything) if settings.only_correct else {}
-    chosen = [tokens for tokens in everything if tokens.trace.id not in skipped]
-    if not chosen:
-        raise InputError(
-            f"all {len(found)} traces are left out: none is known to be answered right",
-            "drop --only-correct, or give traces with an `answer` their target states",
-        )
-    for tokens in chosen:
-        list_windows(tokens, settings)  # a trace without any is refused here, before any work
+    chosen = _chosen(everything, skipped, settings, preset)
     with open_run(
         out,
         schema=LABELS,
         config=as_config(settings),
         model={"name": loaded.name, "fingerprint": loaded.fingerprint, "note": loaded.note},
-        input_hash=_hash_input(found, everything),
+        input_hash=hash_input(everything),
         seed=seed,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         attention=loaded.attention,
         force=force,
     ) as run:
-        if not run.complete:
+        already = run.complete
+        if not already:
             for trace_id, reason in skipped.items():
                 run.skip(trace_id, reason)
             Job(run, loaded, settings, metric, progress or _ignore, note or _ignore).do(chosen)
-    return load(out)
+    finished = load(out)
+    if already and note is not None:
+        note(f"'{out}' holds this run already, finished: nothing to measure (--force measures anew)")
+    return finished
 
 
 def _ignore(*_: object) -> None:
     """Nobody listens."""
 
 
-def _at_hand(traces: Sequence[Trace], limit: int | None) -> list[Trace]:
-    """The first `limit` traces.
-
-    Raises: InputError when there are none, or two of one id.
-    """
-    if limit is not None and limit < 1:
-        raise InputError(f"cannot label {limit} traces: the limit must be 1 or more", "leave limit out")
-    found = list(traces)[:limit]
-    if not found:
-        raise InputError("no traces to label", "give at least one trace")
-    counts = Counter(trace.id for trace in found)
-    twice = [trace_id for trace_id, count in counts.items() if count > 1]
-    if twice:
-        raise InputError(f"the id {twice[0]!r} stands for {counts[twice[0]]} traces", "give every trace its own id")
-    return found
+def _read(traces: Sequence[Trace], model: Model, settings: Settings) -> list[Tokens]:
+    """The tokens of every trace."""
+    target, chat, beyond = settings.target_tokens, settings.chat, settings.beyond_context
+    return [tokens_for(model, t, target_tokens=target, chat=chat, beyond_context=beyond) for t in traces]
 
 
-def _hash_input(traces: Sequence[Trace], everything: Sequence[Tokens]) -> str:
-    """The SHA-256 of the traces and of how they were tokenised: another tokenizer or template makes another run."""
-    digest = hashlib.sha256(hash_traces(traces).encode())
-    for tokens in everything:
-        digest.update(f"{tokens.n_prompt} {tokens.n_context} ".encode() + tokens.ids.astype("<i8").tobytes())
-    return digest.hexdigest()
-
-
-def _tokens(trace: Trace, model: Model, settings: Settings) -> Tokens:
-    """The trace's tokens, refused when the model was not trained for that many or does not know one of them."""
-    found = tokenize(
-        trace,
-        model.tokenizer,
-        target_tokens=settings.target_tokens,
-        chat=settings.chat,
-        max_tokens=models.learned_positions(model) if settings.beyond_context else model.max_context,
-    )
-    models.check_ids(model, found.ids.tolist())
-    return found
+def _chosen(
+    everything: Sequence[Tokens], skipped: Mapping[str, str], settings: Settings, preset: str | None
+) -> list[Tokens]:
+    """The traces that are measured; one without a window to hide is refused here, before any work."""
+    chosen = [tokens for tokens in everything if tokens.trace.id not in skipped]
+    if not chosen:
+        raise InputError(
+            f"{counted(len(everything), 'trace')} read, and none is known to be answered right, as was asked for",
+            f"give traces with an `answer` that their target states{'' if preset else ', or drop --only-correct'}",
+        )
+    for tokens in chosen:
+        list_windows(tokens, settings)
+    return chosen
 
 
 @dataclass
@@ -185,6 +166,8 @@ class Job:
             longest = max(tokens.n_tokens for tokens in chosen)
             run.save_plan({"rows": budget.choose_rows(self.model, longest), "split": 1, "selected": {}})
         measurements = [TraceMeasurement(run, self.model, t, self.settings, self.metric) for t in chosen]
+        if n_finished := sum(m.finished for m in measurements):
+            self.note(f"goes on after an interruption: {n_finished:,} of {counted(len(chosen), 'trace')} are done")
         self._estimate([m for m in measurements if not m.finished])
         total = sum(m.n_windows for m in measurements)
         keys: dict[str, list[str]] = {"windows": [], "tokens": [], "traces": []}
@@ -219,12 +202,12 @@ class Job:
         n_tokens = sum(m.n_compute() for m in ahead)
         longest = max(m.tokens.n_tokens for m in ahead)
         rows = int(self.run.plan["rows"])
-        size = budget.prefix_bytes(self.model, longest) + budget.batch_bytes(self.model, longest, rows)
-        windows = sum(m.n_windows for m in ahead)
-        upper = ", at most" if self.settings.screen is not None else ", about"
+        n_bytes = budget.prefix_bytes(self.model, longest) + budget.batch_bytes(self.model, longest, rows)
+        windows = counted(sum(m.n_windows for m in ahead), "window")
+        upper = "at most" if self.settings.screen is not None else "about"
         self.note(
-            f"{windows:,} windows of {len(ahead)} traces: {n_tokens:,} tokens to compute{upper} "
-            f"{n_tokens * seconds / 60:.1f} min and {size / 1e6:,.0f} MB beside the model"
+            f"{windows} of {counted(len(ahead), 'trace')}: {counted(n_tokens, 'token')} to compute, {upper} "
+            f"{duration(n_tokens * seconds)} and {size(n_bytes)} beside the model"
         )
 
 

@@ -238,11 +238,15 @@ def _joined(old: KeyValues, new: KeyValues) -> KeyValues:
 
 
 def windows_of(tokens: Tokens, width: int, stride: int, *, start: int = 0) -> list[tuple[int, int]]:
-    """All windows of `width` tokens from `start` on, a stride apart, inside [0, n - 1); the last may be shorter."""
+    """All windows of `width` tokens from `start` on, a stride apart, inside [0, n - 1).
+
+    The last may be shorter; one that would only repeat the end of the window before it is left out.
+    """
     if width < 1 or stride < 1:
         raise InputError(f"window {width} and stride {stride} must be at least 1 token")
     last = tokens.n_context - 1
-    return [(pos, min(pos + width, last)) for pos in range(start, last, stride)]
+    stop = last if stride >= width else max(start + 1, last - width + stride)
+    return [(pos, min(pos + width, last)) for pos in range(start, min(stop, last), stride)]
 
 
 def total_tokens(batches: Iterable[Sequence[int]], firsts: Sequence[int], n_inputs: int) -> int:

@@ -25,7 +25,7 @@ from kvlens.linefile import LineFile
 from kvlens.model import Model
 from kvlens.provenance import versions
 from kvlens.records import Trace
-from kvlens.texts import read_prompts, read_traces, split_reasoning, tokenize
+from kvlens.texts import at_hand, read_prompts, read_traces, split_reasoning, tokenize
 
 
 def traces(
@@ -64,15 +64,13 @@ def traces(
     Raises: InputError, EnvironmentLacks, ModelRefused; finished lines stay, and the same call continues after them.
     Cost: a prefill a prompt and a forward pass a token, one prompt at a time.
     """
-    asked = read_prompts(prompts, limit=limit) if isinstance(prompts, (str, Path)) else list(prompts)[:limit]
+    asked = read_prompts(prompts, limit=limit) if isinstance(prompts, (str, Path)) else at_hand(prompts, limit)
     path = Path(out)
-    _check(asked, path, max_new_tokens, temperature, grade)
+    _check(asked, path, max_new_tokens, temperature, grade, seed)
     if isinstance(prompts, (str, Path)) and path.exists() and Path(prompts).resolve() == path.resolve():
         raise InputError(f"'{path}' is the file of prompts itself", "choose another file for the traces")
     with LineFile(path) as lines:
-        loaded = (
-            model if isinstance(model, Model) else models.load(model, device=device, dtype=dtype, attention=attention)
-        )
+        loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
         settings = {
             "fingerprint": loaded.fingerprint,
             "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -165,7 +163,7 @@ def _text(model: Model, prompt: Sequence[int], new: Sequence[int]) -> str:
     return str(text).rstrip("\ufffd")
 
 
-def _check(asked: Sequence[Trace], path: Path, max_new_tokens: int, temperature: float, grade: str) -> None:
+def _check(asked: Sequence[Trace], path: Path, max_new_tokens: int, temperature: float, grade: str, seed: int) -> None:
     """Nothing; refuses what cannot work before any model is loaded."""
     if path.suffix.lower() not in JSONL_SUFFIXES:
         raise InputError(f"cannot write traces to '{path}': not a JSONL file", "name a file that ends in .jsonl")
@@ -174,10 +172,12 @@ def _check(asked: Sequence[Trace], path: Path, max_new_tokens: int, temperature:
             f"cannot generate {max_new_tokens} tokens at temperature {temperature}",
             "give at least 1 token and a temperature of 0 or more",
         )
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise InputError(f"seed {seed!r} is no whole number of 0 or more", "give one below 2^63")
     if grade not in GRADERS:
         raise InputError(f"cannot grade by {grade!r}: no such grader", f"use one of {', '.join(GRADERS)}")
-    if not asked or len({prompt.id for prompt in asked}) < len(asked) or not all(p.prompt.strip() for p in asked):
-        raise InputError(f"{len(asked)} prompts that are not all text under an id of their own", "give at least one")
+    if blank := [prompt.id for prompt in asked if not prompt.prompt.strip()]:
+        raise InputError(f"{blank[0]}: a prompt is empty", "give every trace a prompt")
 
 
 # The file

@@ -68,14 +68,19 @@ class Settings:
         return Intervention(self.intervention, self.lag, cells, self.filler, self.filler_id, self.seed)
 
 
-def make_settings(preset: str | None, model: Model, metric: Callable[..., Any] | None, **asked: Any) -> Settings:
-    """Settings from a preset and the options that were given (None: not given), checked for contradictions."""
+def make_settings(preset: str | None, metric: Callable[..., Any] | None, **asked: Any) -> Settings:
+    """Settings from a preset and the options that were given (None: not given), checked for contradictions.
+
+    What depends on the model is checked by `fit`, so that a slip is told before a model is loaded.
+    """
     base: dict[str, Any] = {}
     if preset is not None:
         if preset not in PRESETS:
             raise InputError(f"preset {preset!r} does not exist", f"choose one of {', '.join(PRESETS)}")
         base = PRESETS[preset]
     if metric is not None:
+        if not callable(metric):
+            raise InputError(f"metric {metric!r} cannot be called", "give a function of (logits, target ids)")
         asked["metric"] = f"{getattr(metric, '__module__', '')}.{getattr(metric, '__qualname__', repr(metric))}"
     given = {name: value for name, value in asked.items() if value is not None}
     if "units" in given and (given.keys() & {"window", "stride"}):
@@ -87,9 +92,17 @@ def make_settings(preset: str | None, model: Model, metric: Callable[..., Any] |
             f"{settings.intervention} puts no filler in", "drop --filler, or use --intervention substitute"
         )
     _check(settings)
+    return replace(settings, stride=settings.stride or settings.window)
+
+
+def fit(settings: Settings, model: Model) -> Settings:
+    """The settings on this model, its cells in one spelling.
+
+    Raises: InputError, ModelRefused where the model, its attention backend or its tokenizer cannot do what is asked.
+    """
     how = settings.how(model)
     _check_engine(settings, how, model)
-    return replace(settings, stride=settings.stride or settings.window, cells=name_cells(how.cells))
+    return replace(settings, cells=name_cells(how.cells))
 
 
 def _check_types(asked: Mapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ def test_inspect_for_people(capsys: pytest.CaptureFixture[str], labels: Path) ->
     out, err = capsys.readouterr()
     assert err == ""
     assert "made-up (Q4_1, dequantised)" in out
-    assert "+23.5 nats (an attention sink, not ranked)" in out
+    assert "+23.5 nats: an attention sink, not ranked" in out
     header, first, second = out.splitlines()[-3:]
     assert header.split() == ["nats", "pos", "segment", "in", "context"]
     assert first.split()[:3] == ["+2.00", "3", "prompt"]
@@ -168,7 +168,7 @@ def test_inspect_as_json_is_one_document(capsys: pytest.CaptureFixture[str], lab
     document = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert document["schema"] == "kvlens.labels/1"
     assert document["html"] == str(page)
-    assert [row["effect_nats"] for row in document["tokens"]][:2] == [2.0, 2.0]
+    assert [row["effect_nats"] for row in document["windows"]][:2] == [2.0, 2.0]
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 

@@ -237,7 +237,7 @@ def test_a_chat_without_a_template_is_2(refused: Refusal, source: Path, tmp_path
 def test_no_right_answer_is_2(refused: Refusal, tmp_path: Path, model: Path) -> None:
     source = tiny_runs.write_rows(tmp_path / "wrong.jsonl", [tiny_runs.WRONG])
     said = refused(2, "label", source, "-m", model, "-o", tmp_path / "out", "--only-correct")
-    assert "all 1 traces are left out" in said
+    assert "1 trace read, and none is known to be answered right" in said
 
 
 # Memory

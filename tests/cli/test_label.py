@@ -58,7 +58,7 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], source: Path, 
     assert app.main(asked) == 0
     out, err = capsys.readouterr()
     document = json.loads(out, parse_constant=pytest.fail)
-    assert document["run"] == str(tmp_path / "run")
+    assert document["path"] == str(tmp_path / "run")
     assert document["counts"]["traces"] == 2
     assert document["noise_nats"]["max"] > 0
     assert set(document["screen"]) == set(document["subsets"]) == {"box", "sum"}
@@ -141,7 +141,7 @@ def test_another_configuration_needs_force(
     assert app.main(words(source, model, tmp_path / "run", "--quiet", "--window", "7")) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "config window is 6 there and 7 here" in err
+    assert "window is 6 there and 7 here" in err
     assert "--force" in err
     assert tiny_runs.hashes(tmp_path / "run") == before
     assert app.main(words(source, model, tmp_path / "run", "--quiet", "--window", "7", "--force")) == 0

@@ -57,7 +57,7 @@ def test_the_answer_for_people_and_the_reasons_beside_it(run: Run, tmp_path: Pat
     code, out, err = run()
     assert code == 0
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
-    assert lines["traces"] == "2, 1 prompts without one"
+    assert lines["traces"] == "2, 1 prompt without one"
     assert lines["correct"] == "0 of 1 graded"
     assert lines["file"] == str(tmp_path / "own.jsonl")
     assert "no trace of long: its prompt of 1" in err

@@ -142,7 +142,7 @@ def test_cells_say_something_else_than_all(tmp_path: Path) -> None:
 def test_substitute_is_the_oracles_and_its_filler_seeded(tmp_path: Path) -> None:
     tokens = TOKENS["box"]
     run = label(tmp_path / "a", intervention="substitute", window=7, seed=5)
-    settings = make_settings(None, MODEL, None, intervention="substitute", window=7, seed=5)
+    settings = make_settings(None, None, intervention="substitute", window=7, seed=5)
     full = oracles.of_target(oracles.target_rows(MODEL, tokens), tokens)
     for row in run.windows.itertuples():
         window = (row.window_start, row.window_end)

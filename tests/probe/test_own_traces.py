@@ -282,9 +282,9 @@ def test_prompts_without_a_trace_are_kept_out_with_a_reason(out: Path) -> None:
         ({"temperature": float("nan")}, "temperature nan"),
         ({"temperature": float("inf")}, "temperature inf"),
         ({"grade": "vibes"}, "no such grader"),
-        ({"prompts": []}, "0 prompts"),
-        ({"prompts": [PROMPTS[0], PROMPTS[0]]}, "2 prompts"),
-        ({"prompts": [Trace("blank", prompt=" ")]}, "1 prompts"),
+        ({"prompts": []}, "no traces"),
+        ({"prompts": [PROMPTS[0], PROMPTS[0]]}, "stands for 2"),
+        ({"prompts": [Trace("blank", prompt=" ")]}, "a prompt is empty"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(

@@ -12,13 +12,13 @@ import tiny_runs
 
 from kvlens.errors import InputError, KvlensError, ModelRefused
 from kvlens.model import Model
-from kvlens.probe.settings import Settings, as_config, make_settings
+from kvlens.probe.settings import Settings, as_config, fit, make_settings
 
 MODEL = tiny_runs.model()
 
 
 def made(model: Model = MODEL, metric: Any = None, **asked: Any) -> Settings:
-    return make_settings(asked.pop("preset", None), model, metric, **asked)
+    return fit(make_settings(asked.pop("preset", None), metric, **asked), model)
 
 
 def logit_difference(logits: Any, targets: Any) -> Any:

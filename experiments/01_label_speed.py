@@ -207,7 +207,7 @@ def half_precision(model: Model, tokens: Tokens) -> dict[str, Any]:
     effects = [(e.reference.log_probs.sum() - run_batches(e, batches, windows)).numpy() for e in engines]
     probes = spread(range(1, len(windows)), 32)
     shape = [
-        np.abs(recompute(e, [windows[i] for i in probes], 64) - found[probes])
+        np.abs(recompute(e, [windows[i] for i in probes], {64}) - found[probes])
         for e, found in zip(engines, effects, strict=True)
     ]
     against = np.abs(effects[1] - effects[0])[1:]

@@ -20,7 +20,7 @@ setup: ## build or find the environment; afterwards .venv/bin/kvlens works
 	@$(PYTHON) tools/environment.py
 
 demo: setup ## label three traces with the default model and show what matters
-	$(BIN)/kvlens label data/traces/traces.jsonl -m smollm2-135m -o $(DEMO) --limit 3
+	$(BIN)/kvlens label data/traces/traces.jsonl -m smollm2-135m -o $(DEMO) --limit 3 > /dev/null # inspect says it all
 	$(BIN)/kvlens inspect $(DEMO) --html $(DEMO)/page.html
 
 # One thread for the tests: most of their models are tiny, and threads that wait for each other are slower than none.

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from kvlens.disk import disk
 from kvlens.errors import EnvironmentLacks, InputError
+from kvlens.wording import extra
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -143,7 +144,7 @@ def _dataset_rows(source: str) -> Iterator[Row]:
     try:
         import datasets
     except ImportError as error:
-        hint = "pip install 'kvlens[lens]'"
+        hint = extra("lens")
         raise EnvironmentLacks(f"cannot read {source}: the datasets package is missing", hint) from error
     try:
         table = datasets.load_dataset(name, config, split=split)

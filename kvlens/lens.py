@@ -28,6 +28,7 @@ from kvlens.provenance import versions
 from kvlens.records import Tokens
 from kvlens.segmenting import check_window
 from kvlens.selfcheck import TOLERANCE_NATS
+from kvlens.wording import extra
 
 SCORES = "blocks.{layer}.attn.hook_attn_scores"
 TRANSFORMERS_TOO_NEW = (5, 24)
@@ -126,7 +127,7 @@ def open_lens(model: Model) -> Lens:
     try:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError as error:
-        raise EnvironmentLacks("the lens needs transformer-lens", 'pip install "kvlens[lens]"') from error
+        raise EnvironmentLacks("the lens needs transformer-lens", extra("lens")) from error
     if model.tokenizer is None:
         raise InputError(
             f"{model.name} has no tokenizer, and TransformerBridge fetches one by name when it gets none",

@@ -56,11 +56,13 @@ class _Child:
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, encoding="utf-8")
         if self.exchange(READY) != "true":
-            from kvlens.errors import EnvironmentLacks  # here: the child has this file without the package around it
+            # here: the child has this file without the package around it
+            from kvlens.errors import EnvironmentLacks
+            from kvlens.wording import extra
 
             self.close()
             reason = "the math-verify package is missing or does not start"
-            raise EnvironmentLacks(f"cannot compare mathematics: {reason}", "pip install 'kvlens[lens]'")
+            raise EnvironmentLacks(f"cannot compare mathematics: {reason}", extra("lens"))
 
     def exchange(self, pair: list[str]) -> str:
         """The child's answer; empty where it ended without one."""

@@ -37,6 +37,7 @@ from kvlens.forward import attention_modules, blocks, check_ids, hidden, learned
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
 from kvlens.weights import cache_dir, read_gguf, read_pretrained, recall, refusals, remember, stamp
+from kvlens.wording import extra
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -193,5 +194,5 @@ def _backend(attention: str, place: torch.device) -> str:
         if place.type != "cuda":
             raise EnvironmentLacks("flash_attention_2 needs a CUDA GPU", "use --attention sdpa")
         if importlib.util.find_spec("flash_attn") is None:
-            raise EnvironmentLacks("flash_attention_2 needs the package flash-attn", "pip install 'kvlens[flash]'")
+            raise EnvironmentLacks("flash_attention_2 needs the package flash-attn", extra("flash"))
     return attention

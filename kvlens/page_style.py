@@ -141,6 +141,7 @@ html:has(.kvlens.page),body:has(>.kvlens.page){margin:0}
  background:var(--ink);color:var(--ground);font:600 .9rem/1.4 system-ui,sans-serif;padding:.5rem 1rem;
  white-space:pre-wrap;text-align:center}
 @media (max-width:40rem){.kvlens .piece{display:block}.kvlens .legend{position:static}
- .kvlens .bar{grid-template-columns:1fr}.kvlens .ticks{grid-column:1}}
+ .kvlens .bar{grid-template-columns:1fr 1fr}.kvlens .steps,.kvlens .ticks{grid-column:1/-1}
+ .kvlens .steps{grid-row:2}.kvlens .steps+span{grid-row:1;grid-column:2;text-align:right}}
 @media print{.kvlens .legend{position:static}}
 """

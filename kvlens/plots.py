@@ -23,6 +23,7 @@ from kvlens.findings import beside_sink, facts, labels_run, nats, tokens_of
 from kvlens.loading import Run
 from kvlens.page_style import visible
 from kvlens.records import SEGMENTS
+from kvlens.wording import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +109,7 @@ def _axes(ax: Axes | None) -> Axes:
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise EnvironmentLacks("plots need matplotlib", 'pip install "kvlens[lens]"') from error
+        raise EnvironmentLacks("plots need matplotlib", extra("lens")) from error
     return plt.subplots(figsize=SIZE_INCHES, layout="constrained", dpi=150)[1]
 
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -73,14 +74,18 @@ def stamp(source: Path | str) -> str | None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within it transformers shows no progress bars and logs errors only; its settings are put back."""
+    """Within it transformers and its hub client show no progress bars and log errors only; all is put back."""
+    hub = logging.getLogger("huggingface_hub")  # without a network it tells of every retry
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    hub_level = hub.level
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    hub.setLevel(logging.ERROR)
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
         if bars:
             transformers_logging.enable_progress_bar()
 
@@ -164,7 +169,7 @@ def refusals(name: str, *, local: bool) -> Iterator[None]:
         raise EnvironmentLacks(
             f"model '{name}' is not to be had here: {reason}",
             f"check the id and the connection (HF_HUB_OFFLINE is {os.environ.get('HF_HUB_OFFLINE', 'unset')}), "
-            "or give a local folder",
+            "or give a local folder; `kvlens models` lists what is cached",
         ) from error
 
 

@@ -27,3 +27,8 @@ def size(n_bytes: int | float) -> str:
             return f"{n_bytes:,.0f} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:,.1f} GB"
+
+
+def extra(name: str) -> str:
+    """What to do where a package of the extra `name` is missing."""
+    return f'pip install ".[{name}]" in the folder of kvlens\' source'

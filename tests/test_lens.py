@@ -185,7 +185,7 @@ def test_a_transformers_that_makes_it_wrong_is_refused_by_name(
     what = f"transformers {version}" if refused else "needs transformer-lens"
     with pytest.raises(EnvironmentLacks, match=what) as caught:
         open_lens(wrap(llama(), byte_level()))
-    assert ("transformers<5.24" if refused else 'pip install "kvlens[lens]"') in caught.value.hint
+    assert ("transformers<5.24" if refused else 'pip install ".[lens]"') in caught.value.hint
     assert caught.value.exit_code == 3
 
 

@@ -32,9 +32,9 @@ def command(
     run = findings.labels_run(path)
     top = reporting.inspect(run, trace=trace, n=n, html=html)
     document = {**findings.summary(run, trace), "windows": top.to_dict("records"), "html": html}
-    text = _text(run, top, trace)
+    text = f"{_text(run, top, trace)}\n\nrun   {path}"
     if html is not None:
-        text += f"\n\npage  {html.resolve().as_uri()}"
+        text += f"\npage  {html.resolve().as_uri()}"
     Output(json, quiet).answer(document, text=text, paths=[path] if html is None else [html])
 
 

@@ -16,7 +16,11 @@ def command(
     model: options.Model = "smollm2-135m",
     intervention: Annotated[
         Literal["evict", "knockout", "substitute"] | None,
-        typer.Option("--intervention", help="What happens to a window (default evict)."),
+        typer.Option(
+            "--intervention",
+            help="evict hides a window at the end of the text (default), knockout from every later "
+            "token, substitute replaces its text.",
+        ),
     ] = None,
     window: Annotated[
         int | None, typer.Option("--window", min=1, metavar="N", help="Tokens in a window (default 1).")
@@ -29,29 +33,66 @@ def command(
         typer.Option("--units", help="Windows from the text, not of a fixed width."),
     ] = None,
     cells: Annotated[
-        str | None, typer.Option("--cells", metavar="LAYERS[:HEADS]", help="Only these, such as 10-20:0,3.")
+        str | None,
+        typer.Option(
+            "--cells",
+            metavar="LAYERS[:HEADS]",
+            help="Hide the window in these layers and heads alone, such as 10-20:0,3 (default: all).",
+        ),
     ] = None,
     lag: Annotated[
-        int | None, typer.Option("--lag", min=0, metavar="K", help="Evict a window K tokens after it ended.")
+        int | None,
+        typer.Option(
+            "--lag", min=0, metavar="K", help="Evict a window K tokens after it ended, not at the end of the text."
+        ),
     ] = None,
-    per_target: Annotated[bool, typer.Option("--per-target", help="Keep the effect on each target token.")] = False,
-    flips: Annotated[bool, typer.Option("--flips", help="Regenerate the answer: does it change?")] = False,
-    only_correct: Annotated[bool, typer.Option("--only-correct", help="Leave out traces with a wrong answer.")] = False,
+    per_target: Annotated[
+        bool, typer.Option("--per-target", help="Also keep the effect on each target token.")
+    ] = False,
+    flips: Annotated[
+        bool,
+        typer.Option("--flips", help="Also let the model answer again without the window: does the answer change?"),
+    ] = False,
+    only_correct: Annotated[
+        bool, typer.Option("--only-correct", help="Leave out traces whose target does not state the answer.")
+    ] = False,
     preset: Annotated[
-        Literal["epikv"] | None, typer.Option("--preset", help="The settings of a paper's labels.")
+        Literal["epikv"] | None,
+        typer.Option(
+            "--preset",
+            help="The labels of the EpiKV paper: substitute, windows of 32 at stride 16, flips, right answers only.",
+        ),
     ] = None,
     target_tokens: Annotated[
-        int | None, typer.Option("--target-tokens", min=1, metavar="N", help="Target of plain texts (default 48).")
+        int | None,
+        typer.Option(
+            "--target-tokens",
+            min=1,
+            metavar="N",
+            help="How many last tokens of a plain text are its target (default 48).",
+        ),
     ] = None,
     filler: Annotated[
         Literal["randmulti", "random", "pad", "eos"] | None,
-        typer.Option("--filler", help="What substitute puts in (default randmulti)."),
+        typer.Option("--filler", help="The tokens substitute puts in (default randmulti: random ones, all different)."),
     ] = None,
     random_subsets: Annotated[
-        int | None, typer.Option("--random-subsets", min=0, metavar="K", help="Also K random keep-masks a trace.")
+        int | None,
+        typer.Option(
+            "--random-subsets",
+            min=0,
+            metavar="K",
+            help="Also evict many tokens at once, K random sets a trace, for effects that windows alone miss.",
+        ),
     ] = None,
     screen: Annotated[
-        str | None, typer.Option("--screen", metavar="FRACTION|auto", help="Only windows that a gradient ranks high.")
+        str | None,
+        typer.Option(
+            "--screen",
+            metavar="FRACTION|auto",
+            help="Measure this fraction of the windows, chosen by a gradient pass, and a random audit "
+            "sample; auto widens it.",
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the model's chat template.")] = False,
     device: options.Device = "auto",

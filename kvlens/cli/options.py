@@ -7,22 +7,26 @@ from typing import Annotated, Literal
 
 import typer
 
-Model = Annotated[str, typer.Option("-m", "--model", help="smollm2-135m, a Hugging Face id, a folder or a .gguf file.")]
-Out = Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")]
+Model = Annotated[
+    str,
+    typer.Option("-m", "--model", metavar="MODEL", help="smollm2-135m, a Hugging Face id, a folder or a .gguf file."),
+]
+Out = Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="The run folder to write.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model runs.")]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], typer.Option("--dtype", help="The model's number format.")
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option("--dtype", help="The model's number format (auto: float32 on the CPU)."),
 ]
 Attention = Annotated[
     Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"],
-    typer.Option("--attention", help="The attention backend."),
+    typer.Option("--attention", help="The attention backend (auto: sdpa)."),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of every random choice.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Read only the first N traces.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="The seed of every random choice.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="Read only the first N traces.")]
 BeyondContext = Annotated[
     bool, typer.Option("--beyond-context", help="Allow traces longer than the model was trained for.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a run of another configuration.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what the folder holds of another configuration.")]
 Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON document.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Answer with paths only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Answer with paths only, and no progress.")]
 Workers = Annotated[str, typer.Option("--workers", help="Processes to use: a number, or ray[:ADDRESS].")]

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from kvlens.errors import EnvironmentLacks
 from kvlens.probe.occlusion import Counterfactual
 from kvlens.records import Tokens
+from kvlens.wording import extra
 
 KEEP_PROBABILITY = 0.9
 
@@ -43,7 +44,7 @@ def as_counterfactual(tokens: Tokens, kept: Bool[np.ndarray, " pos"]) -> Counter
 def require_surrogate() -> None:
     """Nothing; raises EnvironmentLacks where the package that fits the surrogate is missing."""
     if importlib.util.find_spec("sklearn") is None:
-        raise EnvironmentLacks("the surrogate of --random-subsets needs scikit-learn", 'pip install "kvlens[lens]"')
+        raise EnvironmentLacks("the surrogate of --random-subsets needs scikit-learn", extra("lens"))
 
 
 def fit_surrogate(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -524,3 +526,85 @@ def test_characters_of_several_tokens_appear_once(tmp_path: Path) -> None:
     run = label(tmp_path / "run", [trace])
     tokens = run.tokens[run.tokens.token != "<s>"]
     assert "".join(tokens.token) == trace.prompt + trace.reasoning + trace.target
+
+
+# What is said, and when
+
+
+def test_a_start_that_finds_work_done_says_so(tmp_path: Path) -> None:
+    told: list[str] = []
+    first_trace = len(label(tmp_path / "one").windows)
+
+    def stop(done: int, _total: int) -> None:
+        if done > first_trace:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        label(tmp_path / "run", TRACES, progress=stop)
+    label(tmp_path / "run", TRACES, note=told.append)
+    assert told[0] == "goes on after an interruption: 1 of 2 traces are done"
+    assert "of 1 trace:" in told[1]
+    told.clear()
+    label(tmp_path / "run", TRACES, note=told.append)
+    assert told == [
+        f"'{tmp_path / 'run'}' holds this run already, finished: nothing to measure (--force measures anew)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"traces": []}, "no traces"),
+        ({"window": 0}, "window 0"),
+        ({"preset": "none"}, "preset 'none'"),
+        ({"filler": "pad"}, "puts no filler in"),
+        ({"limit": 0}, "cannot take 0 traces"),
+    ],
+)
+def test_a_slip_is_told_before_a_model_is_loaded(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        kvlens.label(**{"traces": TRACES, "model": "nothing/there", "out": tmp_path / "run"} | asked)
+    assert not (tmp_path / "run").exists()
+
+
+WRONG_KINDS = """
+import sys
+import kvlens
+from kvlens.records import Trace
+trace = Trace("a", prompt="b c d e", target=" f")
+asked = [
+    {"traces": [{"id": "a"}]}, {"traces": trace}, {"traces": 3}, {"metric": 3}, {"model": None}, {"model": object()},
+    {"limit": "2"}, {"window": 2.5}, {"seed": "x"},
+]
+for given in asked:
+    try:
+        kvlens.label(**{"traces": [trace], "model": "nothing/there", "out": sys.argv[1]} | given)
+    except kvlens.KvlensError as error:
+        print(error.message)
+"""
+
+
+def test_values_of_the_wrong_kind_are_refused_in_one_line(tmp_path: Path) -> None:
+    """In a process of its own: here types are checked at every call, there they are not."""
+    words = [sys.executable, "-c", WRONG_KINDS, str(tmp_path / "nowhere")]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert ran.stderr == ""
+    expected = ["is no trace", "cannot read traces", "cannot read traces", "metric 3", "a NoneType is no model"]
+    expected += ["a object is no model", "cannot take '2' traces", "window 2.5", "seed 'x'"]
+    said = ran.stdout.splitlines()
+    assert len(said) == len(expected)
+    assert [words for words, line in zip(expected, said, strict=True) if words not in line] == []
+
+
+def test_a_folder_of_something_else_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="is no kvlens run"):
+        kvlens.label(TRACES, "nothing/there", tmp_path)
+
+
+def test_only_right_answers_names_the_option_that_was_given(tmp_path: Path) -> None:
+    wrong = [tiny_runs.as_trace(tiny_runs.WRONG)]
+    for asked, dropped in (({"only_correct": True}, True), ({"preset": "epikv"}, False)):
+        with pytest.raises(InputError, match="1 trace read, and none is known to be answered right") as caught:
+            label(tmp_path / "run", wrong, **asked)
+        assert ("--only-correct" in caught.value.hint) == dropped

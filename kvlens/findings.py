@@ -155,13 +155,13 @@ def _traces(run: Run, trace_id: str | None) -> pd.DataFrame:
 
 
 def _noise(noise: pd.Series) -> str:
-    """How far effects move when only the batch size changes."""
+    """How far effects move when only the way of computing them changes."""
     if noise.empty:
         return "not measured"
     if noise.max() == 0:
-        return "0 nats: windows recomputed at another batch size came out bit-equal"
+        return "0 nats: windows computed a second time, at another batch size, came out bit-equal"
     spread = f"{noise.median():.2g} nats" + (f" (median trace), {noise.max():.2g} (largest)" if len(noise) > 1 else "")
-    return f"{spread}, from windows recomputed at another batch size"
+    return f"{spread}, of windows computed a second way"
 
 
 def _sink(run: Run, trace_id: str | None) -> str:

@@ -4,7 +4,8 @@ PyTorch hands float32 linear layers on x86 to MKL, which is far slower on CPUs t
 kernels in the same PyTorch. So, on such a CPU and without gradients:
 
 1. `fast_linear` is a context in which `torch.nn.functional.linear` goes to oneDNN;
-2. everywhere else (Intel, GPUs, half precision, gradients) it changes nothing.
+2. everywhere else (Intel, GPUs, half precision, gradients) it changes nothing;
+3. inside `default_linear` it changes nothing either: that is how the noise floor gets a second opinion.
 
 The choice depends on the CPU's maker alone, never on a timing, so that a continued run uses the same kernel.
 """
@@ -12,8 +13,9 @@ The choice depends on the CPU's maker alone, never on a timing, so that a contin
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,22 @@ def kernel() -> str:
     return "oneDNN" if known and hasattr(torch.ops.mkldnn, "_linear_pointwise") else "default"
 
 
+_ALLOWED = ContextVar("kvlens_fast_linear", default=True)
+
+
 def fast_linear() -> AbstractContextManager[Any]:
     """A context in which float32 linear layers on the CPU use the faster kernel, where there is one."""
-    return _OneDnnLinear() if kernel() == "oneDNN" else nullcontext()
+    return _OneDnnLinear() if _ALLOWED.get() and kernel() == "oneDNN" else nullcontext()
+
+
+@contextmanager
+def default_linear() -> Iterator[None]:
+    """A context in which `fast_linear` leaves PyTorch's own choice of a kernel alone."""
+    before = _ALLOWED.set(False)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(before)
 
 
 class _OneDnnLinear(TorchFunctionMode):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from kvlens.linear import _OneDnnLinear, fast_linear, kernel
+from kvlens.linear import _OneDnnLinear, default_linear, fast_linear, kernel
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -51,6 +51,16 @@ def test_modules_are_reached_inside_the_context_and_only_there(monkeypatch: pyte
 
     assert used(inside)
     assert not used(outside)
+
+
+def test_the_default_kernel_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlens.linear.kernel", lambda: "oneDNN")
+    with default_linear():
+        assert not isinstance(fast_linear(), _OneDnnLinear)
+        with pytest.raises(RuntimeError), default_linear():
+            raise RuntimeError
+        assert not isinstance(fast_linear(), _OneDnnLinear)
+    assert isinstance(fast_linear(), _OneDnnLinear)
 
 
 def test_the_choice_is_the_same_every_time() -> None:

@@ -3,7 +3,7 @@
 1. list the windows (fixed width and stride, or units of the text) and pack their counterfactuals into batches;
 2. screen first if asked: score all windows by gradient, measure the top and an audit sample, widen under `auto`;
 3. run every batch that has no part yet, in pieces if memory ran out, and write it as a part;
-4. check that hiding nothing changes nothing, and recompute some windows at another batch shape: the noise floor;
+4. check that hiding nothing changes nothing, and recompute some windows another way: the noise floor;
 5. turn windows into token values, and leave the trace's own row last.
 
 Every step looks for what an earlier start of the run left and computes only what is missing.
@@ -20,6 +20,7 @@ import torch
 
 from kvlens import model as models
 from kvlens.errors import ModelRefused
+from kvlens.linear import default_linear
 from kvlens.model import Model
 from kvlens.probe import budget, generation, noise, screen, subsets
 from kvlens.probe.deletion import DeletionOccluder
@@ -68,9 +69,12 @@ class TraceMeasurement:
     def occluder(self) -> Engine:
         """The engine over this trace, built on first use."""
         if self._engine is None:
-            kind = DeletionOccluder if models.ignores_masks(self.model) else Occluder
-            self._engine = kind(self.model, self.tokens, self.how, metric=self.metric)
+            self._engine = self._new_engine()
         return self._engine
+
+    def _new_engine(self) -> Engine:
+        kind = DeletionOccluder if models.ignores_masks(self.model) else Occluder
+        return kind(self.model, self.tokens, self.how, metric=self.metric)
 
     def n_compute(self) -> int:
         """How many tokens measuring every window takes."""
@@ -226,7 +230,7 @@ class TraceMeasurement:
                 chosen = screen.choose(rank, fraction, self.settings.seed, self.windows, previous=selection)
                 stages.append({"top": chosen.top.tolist(), "audit": chosen.audit.tolist()})
                 self._remember("selected", stages)
-            previous, selection = selection, _selection(stages[number])
+            previous, selection = selection, screen.Selection.from_plan(stages[number])
             fresh = {*selection.top.tolist(), *selection.audit.tolist()} - seen
             if fresh:
                 self._run_stage(f"screen{number}-", dict.fromkeys(fresh, "screen"), tick)
@@ -246,14 +250,16 @@ class TraceMeasurement:
         return report
 
     def _noise(self) -> Report:
-        """The differences that another batch shape, and for half precision float32, make to some windows."""
+        """The differences that another batch shape and kernel, and for half precision float32, make to some windows."""
         usual = {-(-size // self._pieces(size)) for size in self._batch_sizes}
         measured = self._measured()
         rows = measured.iloc[noise.spread(range(len(measured)))]
         windows, effects = windows_in(rows), rows.effect_nats.to_numpy()
         found: Report = {"noise": []}
         try:
-            found["noise"] = np.abs(noise.recompute(self.occluder(), windows, usual) - effects).tolist()
+            with default_linear():
+                engine = self._new_engine() if noise.has_two_kernels(self.model) else self.occluder()
+                found["noise"] = np.abs(noise.recompute(engine, windows, usual) - effects).tolist()
             if noise.is_half(self.model):
                 exact = noise.in_float32(noise.fp32_copy(self.model), self.tokens, self.how, windows)
                 found["noise_fp32"] = np.abs(exact - effects).tolist()
@@ -291,8 +297,3 @@ class TraceMeasurement:
     def _remember(self, name: str, value: Any) -> None:
         """Nothing; keeps a JSON value of this trace in the run's plan."""
         self.run.save_plan(self.run.plan | {name: self.run.plan.get(name, {}) | {self.id: value}})
-
-
-def _selection(stage: dict[str, list[int]]) -> screen.Selection:
-    """What a stage of the screen chose, as the plan keeps it."""
-    return screen.Selection(*(np.array(stage[name], dtype=np.int64) for name in ("top", "audit")))

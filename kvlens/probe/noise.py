@@ -1,7 +1,9 @@
 """How small an effect can this run tell from nothing?
 
 Repeats at one batch shape are bit-equal and prove nothing. So: recompute some windows of each trace in batches of
-another shape and take the differences; for half precision also against a float32 copy of the same model.
+another shape and take the differences; for half precision also against a float32 copy of the same model. oneDNN's
+linear layers give a row the same bits in every batch, so where the engine uses them the windows are recomputed with
+PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from jaxtyping import Float
 
 from kvlens import model as models
+from kvlens.linear import kernel
 from kvlens.model import Model
 from kvlens.probe.occlusion import Engine, Intervention, Occluder
 from kvlens.records import Tokens
@@ -59,6 +62,11 @@ def in_float32(
 ) -> Float[np.ndarray, " window"]:
     """Effects in nats of the windows on the float32 copy."""
     return recompute(Occluder(twin, tokens, how), windows, usual=())
+
+
+def has_two_kernels(model: Model) -> bool:
+    """Whether the engine multiplies this model's matrices by another kernel than PyTorch would choose."""
+    return kernel() == "oneDNN" and model.dtype == torch.float32 and model.device.type == "cpu"
 
 
 def is_half(model: Model) -> bool:

@@ -89,6 +89,11 @@ class Selection:
     top: Int64[np.ndarray, " top"]
     audit: Int64[np.ndarray, " audit"]
 
+    @classmethod
+    def from_plan(cls, stage: Mapping[str, list[int]]) -> Selection:
+        """What a stage of the screen chose, as a run's plan keeps it."""
+        return cls(*(np.array(stage[name], dtype=np.int64) for name in ("top", "audit")))
+
 
 def choose(
     scores: Float64[np.ndarray, " window"],

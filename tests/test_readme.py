@@ -64,11 +64,11 @@ def test_the_python_examples_run_and_their_words_hold(elsewhere: Path, smollm2: 
 
 def test_the_inspect_examples_run(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made_runs.write(elsewhere / "runs" / "demo", {"kiln-firings": made_runs.APPLES}, {3: 2.0})
-    commands = [line for block in blocks("", "kvlens inspect") for line in block.splitlines()]
+    commands = [line for block in blocks("", ".venv/bin/kvlens inspect") for line in block.splitlines()]
     assert len(commands) >= 3
     for command in commands:
         words = shlex.split(command, comments=True)
-        assert words[0] == "kvlens"
+        assert words[0] == ".venv/bin/kvlens"
         assert main(words[1:]) == 0, capsys.readouterr().err
         assert "+2.00" in capsys.readouterr().out
     page = (elsewhere / "page.html").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ log-probs by whole nats instead of rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,7 @@ def gpt_neox(**changes: Any) -> PreTrainedModel:
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
+    "llama_6_over_3": partial(llama, hidden_size=48, num_attention_heads=6, num_key_value_heads=3),
     "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma3": gemma3,

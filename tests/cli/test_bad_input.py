@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import kvlens
 from kvlens.cli import app
+from kvlens.disk import LOCK, Lock
 from kvlens.errors import InputError
 from kvlens.probe import budget, occlusion
 
@@ -238,6 +239,19 @@ def test_no_right_answer_is_2(refused: Refusal, tmp_path: Path, model: Path) -> 
     source = tiny_runs.write_rows(tmp_path / "wrong.jsonl", [tiny_runs.WRONG])
     said = refused(2, "label", source, "-m", model, "-o", tmp_path / "out", "--only-correct")
     assert "1 trace read, and none is known to be answered right" in said
+
+
+def test_a_folder_that_another_process_writes_is_2_and_nothing_touched(
+    refused: Refusal, source: Path, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    lock = Lock(tmp_path / "out")
+    try:
+        assert "is being written by another process" in refused(2, "label", source, "-m", model, "-o", tmp_path / "out")
+        assert [file.name for file in (tmp_path / "out").iterdir()] == [LOCK]
+    finally:
+        lock.release()
+    assert app.main(["label", str(source), "-m", str(model), "-o", str(tmp_path / "out"), "--quiet"]) == 0
 
 
 # Memory

@@ -8,10 +8,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,19 +24,15 @@ from kvlens.linear import kernel
 from kvlens.loading import Run, load
 from kvlens.model import Model
 from kvlens.probe import budget
+from kvlens.probe.inputs import Note, Tick, facts_of, hash_input, ignore, tokens_of, traces_of
 from kvlens.probe.measure import TraceMeasurement
 from kvlens.probe.readout import Metric
 from kvlens.probe.settings import Settings, as_config, make_settings
 from kvlens.probe.windows import list_windows
-from kvlens.provenance import hash_traces
 from kvlens.records import Tokens, Trace
 from kvlens.schemas import LABELS
 from kvlens.store import RunFolder, open_run
-from kvlens.texts import read_traces
-from kvlens.tokenising import tokenize
 
-Tick = Callable[[int, int], None]
-Note = Callable[[str], None]
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -87,7 +81,7 @@ def label(
     Cost: per window the recomputed tokens of METHODS; memory one prefix cache and one batch of rows.
     Source: `substitute` with flips is EpiKV's label; `evict` and `knockout` are ours.
     """
-    found = read_traces(traces, limit=limit) if isinstance(traces, (str, Path)) else _at_hand(traces, limit)
+    found = traces_of(traces, limit)
     loaded = model if isinstance(model, Model) else models.load(model, device=device, dtype=dtype, attention=attention)
     asked = {
         "intervention": intervention, "window": window, "stride": stride, "units": units, "cells": cells, "lag": lag,
@@ -96,7 +90,8 @@ def label(
         "beyond_context": beyond_context, "seed": seed,
     }  # fmt: skip
     settings = make_settings(preset, loaded, metric, **asked)
-    everything = [_tokens(trace, loaded, settings) for trace in found]
+    reading = {name: getattr(settings, name) for name in ("target_tokens", "chat", "beyond_context")}
+    everything = [tokens_of(trace, loaded, **reading) for trace in found]
     skipped = _not_correct(everything) if settings.only_correct else {}
     chosen = [tokens for tokens in everything if tokens.trace.id not in skipped]
     if not chosen:
@@ -110,61 +105,16 @@ def label(
         out,
         schema=LABELS,
         config=as_config(settings),
-        model={"name": loaded.name, "fingerprint": loaded.fingerprint, "note": loaded.note},
-        input_hash=_hash_input(found, everything),
+        input_hash=hash_input(found, everything),
         seed=seed,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(loaded.device),
-        attention=loaded.attention,
+        **facts_of(loaded),
         force=force,
     ) as run:
         if not run.complete:
             for trace_id, reason in skipped.items():
                 run.skip(trace_id, reason)
-            Job(run, loaded, settings, metric, progress or _ignore, note or _ignore).do(chosen)
+            Job(run, loaded, settings, metric, progress or ignore, note or ignore).do(chosen)
     return load(out)
-
-
-def _ignore(*_: object) -> None:
-    """Nobody listens."""
-
-
-def _at_hand(traces: Sequence[Trace], limit: int | None) -> list[Trace]:
-    """The first `limit` traces.
-
-    Raises: InputError when there are none, or two of one id.
-    """
-    if limit is not None and limit < 1:
-        raise InputError(f"cannot label {limit} traces: the limit must be 1 or more", "leave limit out")
-    found = list(traces)[:limit]
-    if not found:
-        raise InputError("no traces to label", "give at least one trace")
-    counts = Counter(trace.id for trace in found)
-    twice = [trace_id for trace_id, count in counts.items() if count > 1]
-    if twice:
-        raise InputError(f"the id {twice[0]!r} stands for {counts[twice[0]]} traces", "give every trace its own id")
-    return found
-
-
-def _hash_input(traces: Sequence[Trace], everything: Sequence[Tokens]) -> str:
-    """The SHA-256 of the traces and of how they were tokenised: another tokenizer or template makes another run."""
-    digest = hashlib.sha256(hash_traces(traces).encode())
-    for tokens in everything:
-        digest.update(f"{tokens.n_prompt} {tokens.n_context} ".encode() + tokens.ids.astype("<i8").tobytes())
-    return digest.hexdigest()
-
-
-def _tokens(trace: Trace, model: Model, settings: Settings) -> Tokens:
-    """The trace's tokens, refused when the model was not trained for that many or does not know one of them."""
-    found = tokenize(
-        trace,
-        model.tokenizer,
-        target_tokens=settings.target_tokens,
-        chat=settings.chat,
-        max_tokens=models.learned_positions(model) if settings.beyond_context else model.max_context,
-    )
-    models.check_ids(model, found.ids.tolist())
-    return found
 
 
 @dataclass

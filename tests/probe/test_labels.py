@@ -453,7 +453,7 @@ def test_a_single_window_and_a_single_target_token(tmp_path: Path) -> None:
     [
         ([], {}, "no traces"),
         ([*BOX, *BOX], {}, "the id 'box' stands for 2 traces"),
-        (BOX, {"limit": 0}, "cannot label 0 traces"),
+        (BOX, {"limit": 0}, "cannot take 0 traces"),
         ([Trace("long", prompt="a " * 300, target="b")], {}, "more than the model's context of 256"),
         ([Trace("empty", prompt="a", target="")], {}, "target"),
     ],

@@ -111,12 +111,19 @@ def choose(asked: str | Iterable[str] = ALL) -> tuple[Signal, ...]:
 
 
 def with_sources(signals: Sequence[Signal]) -> tuple[Signal, ...]:
-    """These rows and the rows whose values they take, in the order of the table."""
-    names = {signal.name for signal in signals}
-    for signal in reversed(TABLE):
-        if signal.name in names:
-            names |= {name for name in signal.takes if name in BY_NAME}
-    return tuple(signal for signal in TABLE if signal.name in names)
+    """These rows and the rows whose values they take, each before what takes it."""
+    rows = BY_NAME | {signal.name: signal for signal in signals}
+    found: dict[str, Signal] = {}
+
+    def add(signal: Signal) -> None:
+        for name in signal.takes:
+            if name in rows:
+                add(rows[name])
+        found[signal.name] = signal
+
+    for signal in signals:
+        add(signal)
+    return tuple(found.values())
 
 
 def read(signals: Sequence[Signal], chunks: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "traces": "kvlens.probe.own_traces:traces",
     "label": "kvlens.probe.labels:label",
+    "observe": "kvlens.probe.observe:observe",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",
     "models": "kvlens.model:cached_models",

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -162,6 +164,22 @@ def blocks(model: Model) -> list[nn.Module]:
         if all(layer in block.modules() for layer, block in zip(model.layers, stack, strict=True)):
             return list(stack)
     raise ModelRefused(f"{model.name}: no list of {model.n_layers} blocks around its attention layers")
+
+
+@contextmanager
+def watch_blocks(model: Model, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Within it `see(layer, states)` is told the residual stream after every block, [batch, query, d_model], un-normed.
+
+    The model's own `hidden_states` will not do: their last entry is after the final norm.
+    """
+
+    def hook(layer: int, _: nn.Module, __: Any, output: Any) -> None:
+        see(layer, output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as stack:
+        for layer, block in enumerate(blocks(model)):
+            stack.callback(block.register_forward_hook(partial(hook, layer)).remove)
+        yield
 
 
 def hidden(

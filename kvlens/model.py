@@ -33,7 +33,16 @@ from kvlens.builtin import DEFAULT_MODEL, DEFAULT_NOTE, cached_models, default_f
 from kvlens.causal_lm import Model, SelfCheck
 from kvlens.decoding import generate, stop_ids
 from kvlens.errors import EnvironmentLacks, InputError
-from kvlens.forward import attention_modules, blocks, check_ids, hidden, learned_positions, logits, unembed
+from kvlens.forward import (
+    attention_modules,
+    blocks,
+    check_ids,
+    hidden,
+    learned_positions,
+    logits,
+    unembed,
+    watch_blocks,
+)
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
 from kvlens.weights import cache_dir, read_gguf, read_pretrained, recall, refusals, remember, stamp
@@ -67,6 +76,7 @@ __all__ = [
     "self_check",
     "stop_ids",
     "unembed",
+    "watch_blocks",
     "wrap",
 ]
 

@@ -1,6 +1,7 @@
 """The tables of every run schema: which columns, of which type, and which of them may be null.
 
-Columns are fixed: adding one is fine, renaming one needs a new schema version.
+Columns are fixed: adding one is fine, renaming one needs a new schema version. A run of signals has one more column for
+each signal it was asked for, so `table_schema` reads its configuration.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LABELS = "kvlens.labels/1"
+SIGNALS = "kvlens.signals/1"
 
 
 def _schema(required: Iterable[tuple[str, pa.DataType]], optional: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -64,7 +66,39 @@ LABELS_TABLES: dict[str, pa.Schema] = {
     ),
 }
 
-SCHEMAS: dict[str, dict[str, pa.Schema]] = {LABELS: LABELS_TABLES}
+# `signals` has a column for each signal besides; positions are those of prompt and reasoning.
+SIGNALS_TABLES: dict[str, pa.Schema] = {
+    "signals": _schema([("trace_id", pa.string()), ("pos", pa.int32()), ("token_id", pa.int32())], []),
+    "traces": _schema(
+        [
+            ("trace_id", pa.string()),
+            ("n_tokens", pa.int32()),
+            ("n_prompt", pa.int32()),
+            ("n_context", pa.int32()),
+        ],
+        [],
+    ),
+}
+
+SCHEMAS: dict[str, dict[str, pa.Schema]] = {LABELS: LABELS_TABLES, SIGNALS: SIGNALS_TABLES}
+
+
+def table_schema(schema: str, table: str, config: Mapping[str, Any]) -> pa.Schema:
+    """The columns of one table of a run with this configuration.
+
+    A run of signals names them in `config["signals"]`; those in `config["per_layer"]` are lists of `config["n_layers"]`
+    numbers, NaN where undefined, the others one number, null where undefined. A column's metadata says whether the
+    signal is `causal`: if not, a token's value depends on tokens after it.
+    """
+    columns = SCHEMAS[schema][table]
+    if (schema, table) != (SIGNALS, "signals"):
+        return columns
+    for name in config["signals"]:
+        per_layer = name in config["per_layer"]
+        kind = pa.list_(pa.float32(), int(config["n_layers"])) if per_layer else pa.float32()
+        causal = b"true" if name in config["causal"] else b"false"
+        columns = columns.append(pa.field(name, kind, metadata={b"causal": causal}))
+    return columns
 
 
 def pack_kept(kept: Bool[np.ndarray, " pos"]) -> bytes:
@@ -80,6 +114,8 @@ def unpack_kept(packed: bytes, n_positions: int) -> Bool[np.ndarray, " pos"]:
 def to_arrow(frame: pd.DataFrame | Mapping[str, Any], schema: pa.Schema) -> pa.Table:
     """The rows of `frame` in the types of `schema`; NaN becomes null, a scalar a constant column.
 
+    A column of lists of one size is an array with one row a list; there NaN stays NaN.
+
     Raises: ValueError for a column that is unknown, missing though required, or null though required.
     """
     if unknown := [str(name) for name in frame if name not in schema.names]:
@@ -91,11 +127,21 @@ def to_arrow(frame: pd.DataFrame | Mapping[str, Any], schema: pa.Schema) -> pa.T
     columns = []
     for field in schema:
         column = frame.get(field.name)
-        values = pa.array([column] * n_rows if _is_scalar(column) else column, type=field.type, from_pandas=True)
+        if pa.types.is_fixed_size_list(field.type) and column is not None:
+            values = _lists(np.asarray(column), field.type)
+        else:
+            values = pa.array([column] * n_rows if _is_scalar(column) else column, type=field.type, from_pandas=True)
         if values.null_count and not field.nullable:
             raise ValueError(f"column '{field.name}' is missing or has nulls")
         columns.append(values)
     return pa.table(columns, schema=schema)
+
+
+def _lists(column: np.ndarray, kind: pa.FixedSizeListType) -> pa.FixedSizeListArray:
+    """The rows of a matrix as lists of one size."""
+    if column.shape[1:] != (kind.list_size,):
+        raise ValueError(f"rows of shape {column.shape[1:]} in a column of lists of {kind.list_size}")
+    return pa.FixedSizeListArray.from_arrays(pa.array(column.reshape(-1), type=kind.value_type), type=kind)
 
 
 def to_pandas(table: pa.Table) -> pd.DataFrame:

@@ -27,7 +27,7 @@ from kvlens.disk import TEMPORARY, Damaged, Lock, disk, read_sealed, sha256_file
 from kvlens.errors import EnvironmentLacks, KvlensError
 from kvlens.provenance import now, plain
 from kvlens.runstate import STATE, check_tables, continued, fresh, held_state, start_afresh
-from kvlens.schemas import SCHEMAS, to_arrow, to_pandas
+from kvlens.schemas import SCHEMAS, table_schema, to_arrow, to_pandas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -218,7 +218,7 @@ class RunFolder:
                 (self.path / f"{table}.parquet").unlink(missing_ok=True)
 
     def _schema(self, table: str) -> pa.Schema:
-        return SCHEMAS[self.state["schema"]][table]
+        return table_schema(self.state["schema"], table, self.state["config"])
 
     def _part_path(self, table: str, key: str) -> Path:
         return self._parts / f"{table}-{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}.part"

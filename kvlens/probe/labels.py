@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from kvlens.linear import kernel
 from kvlens.loading import Run, load
 from kvlens.model import Model
 from kvlens.probe import budget
-from kvlens.probe.inputs import hash_input, tokens_for
+from kvlens.probe.inputs import Note, Tick, already_there, facts_of, hash_input, ignore, tokens_of, traces_of
 from kvlens.probe.measure import TraceMeasurement
 from kvlens.probe.readout import Metric
 from kvlens.probe.settings import Settings, as_config, fit, make_settings
@@ -33,11 +33,8 @@ from kvlens.records import Tokens, Trace
 from kvlens.runstate import refuse_other_folder
 from kvlens.schemas import LABELS
 from kvlens.store import RunFolder, open_run
-from kvlens.texts import at_hand, read_traces
 from kvlens.wording import counted, duration, size
 
-Tick = Callable[[int, int], None]
-Note = Callable[[str], None]
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -86,7 +83,7 @@ def label(
     Cost: per window the recomputed tokens of METHODS; memory one prefix cache and one batch of rows.
     Source: `substitute` with flips is EpiKV's label; `evict` and `knockout` are ours.
     """
-    found = read_traces(traces, limit=limit) if isinstance(traces, (str, Path)) else at_hand(traces, limit)
+    found = traces_of(traces, limit)
     asked = {
         "intervention": intervention, "window": window, "stride": stride, "units": units, "cells": cells, "lag": lag,
         "per_target": per_target, "flips": flips, "only_correct": only_correct, "target_tokens": target_tokens,
@@ -97,40 +94,28 @@ def label(
     refuse_other_folder(out)
     loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
     settings = fit(settings, loaded)
-    everything = _read(found, loaded, settings)
+    reading = {name: getattr(settings, name) for name in ("target_tokens", "chat", "beyond_context")}
+    everything = [tokens_of(trace, loaded, **reading) for trace in found]
     skipped = _not_correct(everything) if settings.only_correct else {}
     chosen = _chosen(everything, skipped, settings, preset)
     with open_run(
         out,
         schema=LABELS,
         config=as_config(settings),
-        model={"name": loaded.name, "fingerprint": loaded.fingerprint, "note": loaded.note},
-        input_hash=hash_input(everything),
+        input_hash=hash_input(found, everything),
         seed=seed,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(loaded.device),
-        attention=loaded.attention,
+        **facts_of(loaded),
         force=force,
     ) as run:
         already = run.complete
         if not already:
             for trace_id, reason in skipped.items():
                 run.skip(trace_id, reason)
-            Job(run, loaded, settings, metric, progress or _ignore, note or _ignore).do(chosen)
+            Job(run, loaded, settings, metric, progress or ignore, note or ignore).do(chosen)
     finished = load(out)
     if already and note is not None:
-        note(f"'{out}' holds this run already, finished: nothing to measure (--force measures anew)")
+        note(already_there(out))
     return finished
-
-
-def _ignore(*_: object) -> None:
-    """Nobody listens."""
-
-
-def _read(traces: Sequence[Trace], model: Model, settings: Settings) -> list[Tokens]:
-    """The tokens of every trace."""
-    target, chat, beyond = settings.target_tokens, settings.chat, settings.beyond_context
-    return [tokens_for(model, t, target_tokens=target, chat=chat, beyond_context=beyond) for t in traces]
 
 
 def _chosen(

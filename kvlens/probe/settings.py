@@ -85,7 +85,7 @@ def make_settings(preset: str | None, metric: Callable[..., Any] | None, **asked
     given = {name: value for name, value in asked.items() if value is not None}
     if "units" in given and (given.keys() & {"window", "stride"}):
         raise InputError("windows are units of the text or of a fixed width", "drop --units, or --window and --stride")
-    _check_types(given)
+    check_values(given)
     settings = Settings(**(base | given))
     if "filler" in given and settings.intervention != "substitute":
         raise InputError(
@@ -105,8 +105,11 @@ def fit(settings: Settings, model: Model) -> Settings:
     return replace(settings, cells=name_cells(how.cells))
 
 
-def _check_types(asked: Mapping[str, Any]) -> None:
-    """Nothing; raises InputError for a value of another type than its field, True and False being no numbers."""
+def check_values(asked: Mapping[str, Any]) -> None:
+    """Nothing; raises InputError for an option of another type than its field here, or outside its range.
+
+    True and False are no numbers.
+    """
     hints = get_type_hints(Settings)
     for name, value in asked.items():
         allowed = get_args(hints[name]) or (hints[name],)
@@ -114,13 +117,12 @@ def _check_types(asked: Mapping[str, Any]) -> None:
         if not accepted and not (type(value) is int and float in allowed):
             words = " or ".join(kind.__name__ for kind in allowed if kind is not type(None))
             raise InputError(f"{name} {value!r} is of type {type(value).__name__}", f"give {words}")
+        if name in RANGES and not RANGES[name][0] <= value <= RANGES[name][1]:
+            low, high = RANGES[name]
+            raise InputError(f"{name} {value} is outside {low} to {high}", "give a whole number inside this range")
 
 
 def _check(settings: Settings) -> None:
-    for name, (low, high) in RANGES.items():
-        value = getattr(settings, name)
-        if value is not None and not low <= value <= high:
-            raise InputError(f"{name} {value} is outside {low} to {high}", "give a whole number inside this range")
     if settings.units is not None and settings.units not in UNITS:
         raise InputError(f"unit {settings.units!r} does not exist", f"choose one of {', '.join(UNITS)}")
     if settings.filler not in FILLERS:

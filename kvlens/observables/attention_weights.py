@@ -1,0 +1,82 @@
+"""How much does each query attend to each key, without a matrix of all queries by all keys?
+
+1. scores: query times key, scaled, soft-capped where the model does so; query heads of a group share a key head.
+   Queries and keys are those that attention sees: rotated, and normalised where the model normalises them;
+2. a query sees the keys up to its own position, in a sliding window layer only the last `window` of them;
+3. softmax in float32 or wider; a learned sink logit takes its share and is no key, so a row then sums to less than 1;
+4. `blocks` goes through the queries some rows at a time, the fewer the more keys there are, so that every block is
+   about as large: memory does not grow with the square of the trace, and freed blocks fit the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.observables.arithmetic import wide
+
+BLOCK = 2**18  # weights of one head in a block: 1 MB
+ROWS = 16  # queries in a block at least
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one layer turns queries and keys into weights."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, " head"] | None = None
+
+
+def attention_weights(
+    query: Float[Tensor, "*batch head query d_head"], keys: Float[Tensor, "*batch kv_head key d_head"], rule: Rule
+) -> Float[Tensor, "*batch head query key"]:
+    """The weight of each key for each query; the queries are the last tokens among the keys."""
+    n_query, n_key = query.shape[-2], keys.shape[-2]
+    scores = _grouped(wide(query) * rule.scale, keys.shape[-3]) @ wide(keys).mT
+    scores = scores.reshape(*query.shape[:-1], n_key)
+    if rule.softcap is not None:  # in place, here and below: a block of scores is the largest thing there is
+        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    positions = torch.arange(n_key, device=query.device)
+    distance = positions[n_key - n_query :, None] - positions
+    scores.masked_fill_((distance < 0) | (distance >= (rule.window or n_key)), -torch.inf)
+    if rule.sinks is None:
+        return scores.softmax(-1)
+    sinks = rule.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :n_key]
+
+
+def blocks(
+    query: Float[Tensor, "*batch head pos d_head"],
+    keys: Float[Tensor, "*batch kv_head pos d_head"],
+    rule: Rule,
+    size: int = BLOCK,
+) -> Iterator[Float[Tensor, "*batch head query key"]]:
+    """The weights of a whole trace in blocks of queries, each over the keys up to its last query.
+
+    A block holds at most `size` weights a head, or `ROWS` queries.
+    """
+    keys, start = wide(keys), 0
+    while start < query.shape[-2]:
+        rows = int(((start**2 + 4 * size) ** 0.5 - start) / 2)  # the most for which rows * (start + rows) <= size
+        stop = min(start + max(rows, ROWS), query.shape[-2])
+        yield attention_weights(query[..., start:stop, :], keys[..., :stop, :], rule)
+        start = stop
+
+
+def weighted_values(
+    weights: Float[Tensor, "*batch head query key"], values: Float[Tensor, "*batch kv_head key d_head"]
+) -> Float[Tensor, "*batch head query d_head"]:
+    """What attention puts out: each query's mean of the values under its weights."""
+    mixed = _grouped(weights, values.shape[-3]) @ wide(values)
+    return mixed.reshape(*weights.shape[:-1], values.shape[-1])
+
+
+def _grouped(states: Float[Tensor, "*batch head query d"], n_kv_heads: int) -> Float[Tensor, "*batch kv_head rows d"]:
+    """The query heads of a group as more rows of their key head, so that no key is copied."""
+    return states.reshape(*states.shape[:-3], n_kv_heads, -1, states.shape[-1])

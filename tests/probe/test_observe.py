@@ -322,7 +322,7 @@ def test_a_run_goes_on_behind_the_traces_that_are_there(tmp_path: Path, monkeypa
     lengths = [tokens.n_context for tokens in TOKENS.values()]
     assert seen == [*lengths, lengths[1]]
     assert ticks == [(lengths[0], sum(lengths)), (sum(lengths), sum(lengths))]
-    assert notes == [f"{lengths[1]} tokens of 1 traces to observe, one forward pass a trace"]
+    assert notes == [f"{lengths[1]} tokens of 1 trace to observe, a forward pass each, 1 done before"]
     observe(tmp_path / "whole")
     assert tiny_runs.hashes(tmp_path / "stopped") == tiny_runs.hashes(tmp_path / "whole")
 
@@ -330,7 +330,7 @@ def test_a_run_goes_on_behind_the_traces_that_are_there(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"signals": "age,key_norm"}, "config signals is ['age'] there and ['key_norm', 'age'] here"),
+        ({"signals": "age,key_norm"}, "signals is ['age'] there and ['key_norm', 'age'] here"),
         ({"seed": 1}, "seed is 0 there and 1 here"),
         ({"traces": TRACES[:1]}, "input_hash"),
         ({"model": tiny_runs.model(num_hidden_layers=2)}, "fingerprint"),
@@ -395,7 +395,7 @@ def test_two_tokens_are_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("traces", "asked", "message"),
     [
-        ([], {}, "there are no traces"),
+        ([], {}, "no traces"),
         ([TRACES[0], TRACES[0]], {}, "the id 'box' stands for 2 traces"),
         (TRACES, {"limit": 0}, "cannot take 0 traces"),
         (TRACES, {"signals": "key_nrom"}, "no signal 'key_nrom'"),

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvlens.discover.inputs import beside_sink
 from kvlens.disk import LOCK, write_whole
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
@@ -68,12 +69,6 @@ def top_tokens(run: Run | str | Path, trace_id: str | None = None, n: int = 20) 
     top = ranked.iloc[order][["trace_id", "pos", "token", "segment", "effect_nats"]].reset_index(drop=True)
     around = [_around(tokens_of(run, row.trace_id), int(row.pos)) for row in top.itertuples()]
     return top.assign(before=[before for before, _ in around], after=[after for _, after in around])
-
-
-def beside_sink(run: Run, tokens: pd.DataFrame) -> pd.Series:
-    """Which of these rows of `run.tokens` are position 0, or share a window with it and so carry its effect."""
-    first = run.windows[run.windows.window_start == 0].groupby("trace_id").window_end.max()
-    return tokens.pos < tokens.trace_id.map(first).fillna(1)
 
 
 def sink_effects(run: Run | str | Path) -> pd.Series:

@@ -15,6 +15,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "traces": "kvlens.probe.own_traces:traces",
     "label": "kvlens.probe.labels:label",
+    "bands": "kvlens.discover.bands:bands",
+    "signals": "kvlens.discover.ranking:signals",
+    "compare_labels": "kvlens.discover.agreement:compare_labels",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",
     "models": "kvlens.model:cached_models",

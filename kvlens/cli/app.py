@@ -35,6 +35,9 @@ class Verb(NamedTuple):
 VERBS = (
     Verb("traces", "kvlens.cli.traces", "Let a model answer prompts: its own traces, split and graded."),
     Verb("label", "kvlens.cli.label", "Measure how much each cached token matters to the answer."),
+    Verb("bands", "kvlens.cli.bands", "Find the layers whose signal goes with importance."),
+    Verb("signals", "kvlens.cli.signals", "Rank signals by how well they tell which tokens matter."),
+    Verb("compare-labels", "kvlens.cli.compare_labels", "Compare two label runs of the same traces."),
     Verb("inspect", "kvlens.cli.inspect", "Show which tokens mattered in a run, as a table or an HTML page."),
     Verb("doctor", "kvlens.cli.doctor", "Report versions, device, attention backends and whether hooks bite."),
     Verb("models", "kvlens.cli.models", "List the models in the cache folder."),

@@ -9,6 +9,9 @@ import typer
 
 Model = Annotated[str, typer.Option("-m", "--model", help="smollm2-135m, a Hugging Face id, a folder or a .gguf file.")]
 Out = Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")]
+Labels = Annotated[str, typer.Argument(metavar="LABELS", help="The folder of a label run.")]
+Signals = Annotated[str, typer.Argument(metavar="SIGNALS", help="The folder of a signals run of the same traces.")]
+AuditOnly = Annotated[bool, typer.Option("--audit-only", help="Of labels made with a screen, use the audit windows.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model runs.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"], typer.Option("--dtype", help="The model's number format.")

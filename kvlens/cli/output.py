@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -99,6 +100,17 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
         return "  ".join(cells).rstrip()
 
     return "\n".join(aligned(line) for line in lines)
+
+
+def number(value: float | None, form: str = "+.2f") -> str:
+    """A number in that form, with a true minus; empty for what is unknown."""
+    return "" if value is None or math.isnan(value) else f"{value:{form}}".replace("-", "−")
+
+
+def interval(low: float | None, high: float | None, form: str = "+.2f") -> str:
+    """An interval in that form; empty for what is unknown."""
+    ends = [number(end, form) for end in (low, high)]
+    return f"[{', '.join(ends)}]" if all(ends) else ""
 
 
 def _write(stream: Any, text: str, end: str = "\n") -> None:

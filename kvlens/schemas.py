@@ -68,8 +68,19 @@ LABELS_TABLES: dict[str, pa.Schema] = {
     ),
 }
 
-# One column a signal, as many as were asked for: per-layer ones as fixed-size lists of n_layers floats.
-SIGNALS_TABLES: dict[str, pa.Schema] = {"signals": _schema([("trace_id", pa.string()), ("pos", pa.int32())], [])}
+# `signals` has a column for each signal besides; positions are those of prompt and reasoning.
+SIGNALS_TABLES: dict[str, pa.Schema] = {
+    "signals": _schema([("trace_id", pa.string()), ("pos", pa.int32()), ("token_id", pa.int32())], []),
+    "traces": _schema(
+        [
+            ("trace_id", pa.string()),
+            ("n_tokens", pa.int32()),
+            ("n_prompt", pa.int32()),
+            ("n_context", pa.int32()),
+        ],
+        [],
+    ),
+}
 
 RANKING_TABLES: dict[str, pa.Schema] = {
     "ranking": _schema(

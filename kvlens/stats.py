@@ -1,8 +1,9 @@
 """What do many traces say together? Rank correlations inside a trace, and inference over traces.
 
 1. Inside a trace: average-tie ranks; Spearman of every layer with one label; the same once position is partialled out,
-   that is, with what a cubic in the rank of the position explains taken out of both rankings (a line leaves the shared
-   curvature of two trends behind, and that looks like a correlation); AUC with ties.
+   that is, with what a polynomial of degree 4 in the rank of the position explains taken out of both rankings (a line
+   leaves the shared curvature of two trends behind, and that looks like a correlation; a cubic leaves that of a steep
+   hump: experiments/02_band_power.py); AUC with ties.
 2. Over traces: tokens inside a trace are not independent, so the trace is the unit. Intervals come from resampling
    whole traces, tests from flipping the sign of whole traces.
 
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 
 from kvlens.errors import EnvironmentLacks
 
-POSITION_DEGREE = 3
+POSITION_DEGREE = 4
 LEVEL = 0.05
 N_DRAWS = 4096
 NOTHING_LEFT = 1e-9  # of the variance of ranks: below it, only rounding is left

@@ -54,10 +54,10 @@ def test_partial_spearman_with_a_line_is_the_textbook_formula() -> None:
         assert rho == pytest.approx((xy - xz * yz) / np.sqrt((1 - xz**2) * (1 - yz**2)), abs=1e-12)
 
 
-def test_partial_spearman_takes_a_cubic_out_of_both_rankings() -> None:
+def test_partial_spearman_takes_a_quartic_out_of_both_rankings() -> None:
     signal, label, positions = example()
-    place = scipy.stats.rankdata(positions)
-    powers = np.stack([place**power for power in range(4)], 1)
+    place = scipy.stats.rankdata(positions) / len(positions)
+    powers = np.stack([place**power for power in range(5)], 1)
 
     def left(values: np.ndarray) -> np.ndarray:
         ranked = scipy.stats.rankdata(values)

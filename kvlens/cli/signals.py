@@ -44,11 +44,12 @@ def _text(run: Run, rows: list[dict[str, Any]], fitted: dict[str, Any]) -> str:
         "",
     ]
     if fitted["held_out"] is not None:
-        score, beyond = fitted["held_out"]["score"]["ridge_rho"], fitted["held_out"]["beyond_position"]["auc"]
+        ridge, logistic = (fitted["held_out"]["score"][name] for name in ("ridge_rho", "logistic_auc"))
         lines += [
-            f"{'fitted'.ljust(12)}  {len(fitted['features'])} causal signals: rho {number(score['mean'])} "
-            f"{interval(score['low'], score['high'])} in held-out traces, AUC {number(beyond['mean'])} "
-            f"{interval(beyond['low'], beyond['high'])} beyond position"
+            f"{'fitted'.ljust(12)}  {len(fitted['features'])} causal signals, in held-out traces and beyond position:",
+            f"{'  ridge'.ljust(12)}  rho {number(ridge['mean'])} {interval(ridge['low'], ridge['high'])}",
+            f"{'  logistic'.ljust(12)}  AUC for the top tenth {number(logistic['mean'], '.2f')} "
+            f"{interval(logistic['low'], logistic['high'], '.2f')}",
         ]
     return "\n".join([*lines, f"{'run'.ljust(12)}  {run.path}"])
 

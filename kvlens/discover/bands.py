@@ -31,7 +31,16 @@ from kvlens.discover.movement import movement, read_bands
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.schemas import BANDS
-from kvlens.stats import LEVEL, N_DRAWS, OverTraces, over_traces, partial_spearman, sign_flip_p, spearman
+from kvlens.stats import (
+    LEVEL,
+    N_DRAWS,
+    POSITION_DEGREE,
+    OverTraces,
+    over_traces,
+    partial_spearman,
+    sign_flip_p,
+    spearman,
+)
 from kvlens.store import open_run
 
 DEFAULT_SIGNAL = "hidden_change_rolling"
@@ -155,7 +164,13 @@ def _document(pair: Pair, profile: Profile, other: Mapping[str, Any] | None, see
             {"trace_id": trace.trace_id, "half": "discover" if half else "confirm", "rho": row}
             for trace, half, row in zip(traces, discover, rho, strict=True)
         ],
-        "settings": {"seed": seed, "forming_level": FORMING_LEVEL, "family_wise_level": LEVEL, "n_draws": N_DRAWS},
+        "settings": {
+            "seed": seed,
+            "position_degree": POSITION_DEGREE,
+            "forming_level": FORMING_LEVEL,
+            "family_wise_level": LEVEL,
+            "n_draws": N_DRAWS,
+        },
     }
     if other is not None:
         document["compare"] = movement(document, other, seed)

@@ -3,7 +3,7 @@
 1. Features: every signal without layers, and of every per-layer signal its best layer, chosen on the traces that fit.
    A signal that position explains altogether (age), or that lacks too many tokens, is left out with its reason.
 2. Two fits, tokens weighted so that each trace counts once: ridge to the rank of the effect within its trace, logistic
-   to the top tenth by effect. Both always have a cubic in the relative position, so that no signal is credited with it.
+   to the top tenth by effect. Both always have a curve of the position, so that no signal is credited with it.
 3. Cross-validation over whole traces; means, deviations and the choice of layers come from the traces that fit.
    Add-one: position + signal against position. Drop-one: all causal signals against all but this. In held-out traces:
    Spearman of the ridge's prediction with the effect, AUC of the logistic's for the top tenth by effect.

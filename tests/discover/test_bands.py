@@ -62,8 +62,8 @@ def test_a_negative_band_has_its_sign(tmp_path: Path, worlds: list[Simulated]) -
 
 
 def slow_rho(signal: np.ndarray, label: np.ndarray) -> float:
-    """The rank correlation of one layer without a cubic in the position's rank, the plain way."""
-    powers = np.stack([np.arange(1.0, len(label) + 1) ** power for power in range(4)], 1)
+    """The rank correlation of one layer without a quartic in the position's rank, the plain way."""
+    powers = np.stack([np.linspace(-1, 1, len(label)) ** power for power in range(5)], 1)
     left = [
         ranked - powers @ np.linalg.lstsq(powers, ranked, rcond=None)[0]
         for ranked in map(scipy.stats.rankdata, (signal, label))

@@ -66,8 +66,11 @@ def test_the_full_counts_hold_what_is_claimed() -> None:
     planted = found["planted"]["rho .15"]
     assert planted["found"] >= 180
     assert max(planted["edge_error_median"]) <= 2
+    assert len(found["null"]) == 6
     for counts in found["null"].values():
-        assert counts["discovered"] <= 18
-        assert counts["confirmed"] <= 5
+        assert counts["n_runs"] == 1000
+        assert counts["discovered"] <= 18 / 200 * 1000
+        assert counts["confirmed"] <= 5 / 200 * 1000
     assert found["null_by_shuffling_within_traces"]["discovered"] > 150
-    assert found["null_with_a_line_partialled_out"]["trend: hump"]["confirmed"] > 150
+    assert found["by_position_degree"]["trend: hump"]["1"]["confirmed"] > 150
+    assert found["by_position_degree"]["trend: steep hump"]["3"]["confirmed"] > 150

@@ -17,6 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 import kvlens
 from kvlens.discover import combine
+from kvlens.discover.inputs import read_pair
 from kvlens.discover.simulate import Simulated, simulate
 from kvlens.errors import EnvironmentLacks, InputError
 from kvlens.loading import Run
@@ -266,3 +267,16 @@ def test_the_same_command_writes_the_same_bytes(run: Run, pair: tuple[Path, Path
     for name in ("ranking.parquet", "fitted.json"):
         assert (Path(again.path) / name).read_bytes() == (Path(run.path) / name).read_bytes()
     assert N_PROMPT > 0
+
+
+def test_the_layer_of_a_fold_is_chosen_without_its_traces(pair: tuple[Path, Path]) -> None:
+    found = read_pair(*pair)
+    values = found.read("key_norm")
+    folds = np.arange(N_TRACES) % 2
+    rho = np.zeros((N_TRACES, N_LAYERS))
+    rho[folds == 0, 1], rho[folds == 1, 4], rho[:, 2] = 0.5, -0.6, 0.2
+    one = combine.candidate(found, "key_norm", values, rho, folds)
+    assert one.layers == [4, 1, 4]  # without fold 0, without fold 1, over all
+    assert set(one.columns) == {1, 4}
+    rows = np.concatenate([trace.rows for trace in found.traces])
+    assert (one.columns[4] == values[rows, 4]).all()

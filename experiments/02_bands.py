@@ -122,7 +122,7 @@ def agreement(name: str, runs: dict[str, Run]) -> dict[str, Any]:
 def ranking(name: str, runs: dict[str, Run], kind: str) -> list[dict[str, Any]]:
     """Every signal at the layer chosen on one half of the traces, its numbers from the other half."""
     run = kvlens.signals(runs[kind], runs["signals"], RUNS / f"{name}-{kind}-ranking")
-    rows = run.ranking[run.ranking.kind != "each layer"]
+    rows = run.ranking[run.ranking.choice != "each layer"]
     return [
         {key: (None if isinstance(value, float) and np.isnan(value) else value) for key, value in row.items()}
         for row in rows.to_dict("records")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvlens import stats
 from kvlens.model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +47,6 @@ def write(name: str, results: dict[str, Any]) -> None:
 
 def over_traces(values: Sequence[float], *, seed: int = 0, n_draws: int = 10_000) -> dict[str, float]:
     """Mean over traces with a 95 % bootstrap interval: tokens inside a trace are not independent."""
-    found = np.asarray(values, dtype=float)
-    draws = np.random.default_rng(seed).choice(found, (n_draws, len(found))).mean(1)
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return {"mean": float(found.mean()), "low": float(low), "high": float(high), "n_traces": len(found)}
+    found = stats.over_traces(np.asarray(values, dtype=float), seed=seed, n_draws=n_draws)
+    ends = {name: float(value) for name, value in zip(("mean", "low", "high"), found[:3], strict=True)}
+    return {**ends, "n_traces": int(found.n)}

@@ -1,8 +1,9 @@
 """Read finished runs: what did a run measure, and where does it come from?
 
 1. `run.json` must say "complete" and name a known schema.
-2. Every table's SHA-256 must be the one the run wrote.
-3. The tables come back as pandas DataFrames, with `run.json` as their provenance; several runs are stacked.
+2. The SHA-256 of every table and document must be the one the run wrote.
+3. The tables come back as pandas DataFrames and the documents as JSON values, with `run.json` as their provenance;
+   several runs are stacked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 
 from kvlens.disk import disk, sha256_file
 from kvlens.errors import InputError
-from kvlens.runstate import STATE, flaw
+from kvlens.runstate import STATE, files_of, flaw
 from kvlens.schemas import SCHEMAS, to_pandas
 
 
@@ -27,12 +28,14 @@ from kvlens.schemas import SCHEMAS, to_pandas
 class Run:
     """A finished run: `run.windows` or `run["windows"]` is a table, `run.meta` is what `run.json` says.
 
-    Stacked runs have one more column, `run`, in each table, and `meta["runs"]` holds each run's `run.json`.
+    `run.documents["bands"]` is what a run wrote as `bands.json`. Stacked runs have one more column, `run`, in each
+    table; `meta["runs"]` holds each run's `run.json`, and `documents` each run's documents, by the run's name.
     """
 
     path: str
     meta: dict[str, Any]
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def schema(self) -> str:
@@ -73,27 +76,44 @@ def load(run: str | Path | Sequence[str | Path]) -> Run:
 
 
 def _load_one(path: Path) -> Run:
-    meta = _read_meta(path)
+    meta = read_meta(path)
     tables = {}
-    for name, facts in meta["tables"].items():
-        file = path / f"{name}.parquet"
-        with disk(f"reading '{file}'"):
-            intact = file.is_file() and sha256_file(file) == facts["sha256"]
-        if not intact:
-            raise InputError(
-                f"loading '{path}' failed: {file.name} is missing, damaged or changed since the run wrote it",
-                "run its command again with --force, or restore the file",
-            )
+    for name in meta["tables"]:
+        file = intact(path, meta, f"{name}.parquet")
         try:
             with disk(f"reading '{file}'"), open(file, "rb") as stream:  # pyarrow's own paths must be UTF-8
                 tables[name] = to_pandas(pq.read_table(stream))
         except pa.ArrowException as error:
             raise InputError(f"loading '{file}' failed: {error}", "run its command again with --force") from error
-    return Run(str(path), meta, tables)
+    documents = {name: _document(intact(path, meta, f"{name}.json")) for name in meta.get("documents", {})}
+    return Run(str(path), meta, tables, documents)
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    """What `run.json` says, once it is known to describe a finished run of a known schema."""
+def intact(path: Path, meta: dict[str, Any], name: str) -> Path:
+    """A file of the finished run in `path`, once its checksum is known to be the one the run wrote.
+
+    Raises: InputError when it is missing or another.
+    """
+    file = path / name
+    with disk(f"reading '{file}'"):
+        if file.is_file() and sha256_file(file) == files_of(meta)[name]["sha256"]:
+            return file
+    raise InputError(
+        f"loading '{path}' failed: {name} is missing, damaged or changed since the run wrote it",
+        "run its command again with --force, or restore the file",
+    )
+
+
+def _document(file: Path) -> dict[str, Any]:
+    with disk(f"reading '{file}'"):
+        return dict(json.loads(file.read_bytes()))
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What `run.json` says, once it is known to describe a finished run of a known schema.
+
+    Raises: InputError when it does not.
+    """
     failed = f"loading '{path}' failed"
     with disk(f"reading '{path / STATE}'"):
         found = (path / STATE).is_file()
@@ -134,4 +154,5 @@ def _stack(runs: list[Run]) -> Run:
         frames = [frame.assign(run=name)[["run", *frame.columns]] for name, frame in parts]
         tables[table] = pd.concat(frames, ignore_index=True)
     meta = {"schema": runs[0].schema, "runs": {name: run.meta for name, run in zip(names, runs, strict=True)}}
-    return Run(", ".join(run.path for run in runs), meta, tables)
+    documents = {name: run.documents for name, run in zip(names, runs, strict=True)}
+    return Run(", ".join(run.path for run in runs), meta, tables, documents)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from kvlens.disk import LOCK, TEMPORARY, disk
 from kvlens.errors import InputError
 from kvlens.provenance import now, versions
-from kvlens.schemas import SCHEMAS
+from kvlens.schemas import DOCUMENTS, SCHEMAS
 
 STATE = "run.json"
 # What every `run.json` holds, and what a finished one holds besides; each is read somewhere without a second look.
@@ -71,15 +72,27 @@ def flaw(state: dict[str, Any]) -> str:
             value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, kind):
             return f"'{name}' is missing or of the wrong kind"
-    for table, facts in state["tables"].items() if finished else ():
-        if table not in SCHEMAS.get(state["schema"], {table}):
-            return f"'{state['schema']}' has no table '{table}'"
+    if not isinstance(state.get("documents", {}), dict):
+        return "'documents' is of the wrong kind"
+    if not finished:
+        return ""
+    schema = state["schema"]
+    return _flaw_of_files("table", state["tables"], SCHEMAS.get(schema)) or _flaw_of_files(
+        "document", state.get("documents", {}), DOCUMENTS.get(schema, () if schema in SCHEMAS else None)
+    )
+
+
+def _flaw_of_files(kind: str, files: dict[str, Any], known: Collection[str] | None) -> str:
+    """What is wrong with what a finished run says of its tables or documents; `known` None allows any name."""
+    for name, facts in files.items():
+        if known is not None and name not in known:
+            return f"its schema has no {kind} '{name}'"
         if (
             not isinstance(facts, dict)
             or type(facts.get("bytes")) is not int
             or not isinstance(facts.get("sha256"), str)
         ):
-            return f"the size or checksum of table '{table}' is missing or of the wrong kind"
+            return f"the size or checksum of {kind} '{name}' is missing or of the wrong kind"
     return ""
 
 
@@ -121,13 +134,19 @@ def _differences(held: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [words.get(name, f"{name} is {there.get(name)!r} there and {here.get(name)!r} here") for name in names]
 
 
-def check_tables(path: Path, state: dict[str, Any]) -> None:
-    """Nothing for a finished run whose tables are all there.
+def files_of(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tables and documents of a finished run: the facts of each by its file's name."""
+    tables = {f"{name}.parquet": facts for name, facts in state["tables"].items()}
+    return tables | {f"{name}.json": facts for name, facts in state.get("documents", {}).items()}
+
+
+def check_files(path: Path, state: dict[str, Any]) -> None:
+    """Nothing for a finished run whose tables and documents are all there.
 
     Raises: InputError when one is missing or has another length.
     """
-    for table, facts in state["tables"].items():
-        file = path / f"{table}.parquet"
+    for name, facts in files_of(state).items():
+        file = path / name
         if not file.is_file() or file.stat().st_size != facts["bytes"]:
             raise InputError(f"'{file}' is missing or not as the run wrote it", "add --force to compute the run anew")
 

@@ -1,4 +1,4 @@
-"""The tables of every run schema: which columns, of which type, and which of them may be null.
+"""The tables and documents of every run schema: which columns, of which type, and which of them may be null.
 
 Columns are fixed: adding one is fine, renaming one needs a new schema version. A run of signals has one more column for
 each signal it was asked for, so `table_schema` reads its configuration.
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 LABELS = "kvlens.labels/1"
 SIGNALS = "kvlens.signals/1"
+BANDS = "kvlens.bands/1"
+RANKING = "kvlens.ranking/1"
+AGREEMENT = "kvlens.agreement/1"
 
 
 def _schema(required: Iterable[tuple[str, pa.DataType]], optional: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -80,7 +83,54 @@ SIGNALS_TABLES: dict[str, pa.Schema] = {
     ),
 }
 
-SCHEMAS: dict[str, dict[str, pa.Schema]] = {LABELS: LABELS_TABLES, SIGNALS: SIGNALS_TABLES}
+RANKING_TABLES: dict[str, pa.Schema] = {
+    "ranking": _schema(
+        [
+            ("signal", pa.string()),
+            ("choice", pa.string()),  # each layer | best layer | only value (a signal without layers)
+            ("traces", pa.string()),  # which traces the numbers are of: all | confirm
+            ("n_traces", pa.int32()),
+            ("n_undefined", pa.int32()),  # traces in which the correlation has no meaning
+        ],
+        [
+            ("layer", pa.int32()),
+            ("depth", pa.float64()),
+            ("causal", pa.bool_()),
+            *[
+                (f"{name}{end}", pa.float64())
+                for name in (
+                    "rho",
+                    "raw_rho",
+                    "auc_size",
+                    "auc_signed",
+                    "adds_rho",
+                    "adds_auc",
+                    "drops_rho",
+                    "drops_auc",
+                )
+                for end in ("", "_low", "_high")
+            ],
+        ],
+    )
+}
+
+AGREEMENT_TABLES: dict[str, pa.Schema] = {
+    "agreement": _schema(
+        [("trace_id", pa.string()), ("n_tokens", pa.int32()), ("n_above_noise", pa.int32())],
+        [("spearman", pa.float64()), ("top_tenth_overlap", pa.float64()), ("sign_agreement", pa.float64())],
+    )
+}
+
+SCHEMAS: dict[str, dict[str, pa.Schema]] = {
+    LABELS: LABELS_TABLES,
+    SIGNALS: SIGNALS_TABLES,
+    BANDS: {},
+    RANKING: RANKING_TABLES,
+    AGREEMENT: AGREEMENT_TABLES,
+}
+
+# What a run writes besides tables: `NAME.json`, each a document with its own schema.
+DOCUMENTS: dict[str, tuple[str, ...]] = {BANDS: ("bands",), RANKING: ("fitted",), AGREEMENT: ("agreement",)}
 
 
 def table_schema(schema: str, table: str, config: Mapping[str, Any]) -> pa.Schema:

@@ -5,8 +5,9 @@
 2. Parts: each piece of work writes one sealed part per table under `.parts/<run_id>/`; a part that is there and
    intact is never computed again, a damaged one is.
 3. State: `run.json` names the run and keeps its plan, events, skipped items and wall seconds while it runs.
-4. Finish: the parts are merged in the given key order into `<table>.parquet`, then `run.json` says "complete", then
-   the parts go. Killed at any instant, the same command does what is left and ends in the same bytes.
+4. Finish: the parts are merged in the given key order into `<table>.parquet`, documents become `<name>.json`, then
+   `run.json` says "complete", then the parts go. Killed at any instant, the same command does what is left and ends
+   in the same bytes.
 5. Read back: `loading.load`.
 """
 
@@ -26,8 +27,8 @@ import pyarrow.parquet as pq
 from kvlens.disk import TEMPORARY, Damaged, Lock, disk, read_sealed, sha256_file, write_sealed, write_whole
 from kvlens.errors import EnvironmentLacks, KvlensError
 from kvlens.provenance import now, plain
-from kvlens.runstate import STATE, check_tables, continued, fresh, held_state, start_afresh
-from kvlens.schemas import SCHEMAS, table_schema, to_arrow, to_pandas
+from kvlens.runstate import STATE, check_files, continued, fresh, held_state, start_afresh
+from kvlens.schemas import DOCUMENTS, SCHEMAS, table_schema, to_arrow, to_pandas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -166,8 +167,11 @@ class RunFolder:
         counts: Mapping[str, int] | None = None,
         peak_bytes: int | None = None,
         results: Mapping[str, Any] | None = None,
+        documents: Mapping[str, Any] | None = None,
     ) -> None:
         """Nothing; merges each table's parts in the order of `keys[table]` and marks the run complete.
+
+        `documents` (JSON values, by name) are written whole, each as `NAME.json`.
 
         Raises: EnvironmentLacks when the disk refuses or a part was lost since it was written; the same command
             then computes what is missing.
@@ -175,13 +179,17 @@ class RunFolder:
         tables: dict[str, dict[str, Any]] = {}
         for table, order in keys.items():
             target = self.path / f"{table}.parquet"
-            rows = self._merge(target, table, order)
-            with disk(f"reading '{target}'"):
-                tables[table] = {"rows": rows, "bytes": target.stat().st_size, "sha256": sha256_file(target)}
+            tables[table] = {"rows": self._merge(target, table, order), **_facts(target)}
+        written = {}
+        for name, content in (documents or {}).items():
+            target = self.path / f"{name}.json"
+            write_whole(target, json.dumps(plain(content), indent=1, allow_nan=False).encode() + b"\n")
+            written[name] = _facts(target)
         if peak_bytes is not None:
             self.note_peak(peak_bytes)
         self.state["counts"] |= plain(counts or {})
-        self.state |= {"tables": tables, "results": plain(results or {}), "finished": now(), "status": "complete"}
+        self.state |= {"tables": tables, "documents": written, "results": plain(results or {})}
+        self.state |= {"finished": now(), "status": "complete"}
         self._save()
         shutil.rmtree(self.path / PARTS, ignore_errors=True)
         self.close()
@@ -214,8 +222,9 @@ class RunFolder:
             for other in (self.path / PARTS).iterdir():
                 if other != self._parts:
                     shutil.rmtree(other)
-            for table in {table for tables in SCHEMAS.values() for table in tables}:
-                (self.path / f"{table}.parquet").unlink(missing_ok=True)
+            tables = {f"{name}.parquet" for schema in SCHEMAS.values() for name in schema}
+            for file in tables | {f"{name}.json" for names in DOCUMENTS.values() for name in names}:
+                (self.path / file).unlink(missing_ok=True)
 
     def _schema(self, table: str) -> pa.Schema:
         return table_schema(self.state["schema"], table, self.state["config"])
@@ -264,6 +273,12 @@ class RunFolder:
 
 def _finished(path: Path, state: dict[str, Any]) -> RunFolder:
     """The finished run; a kill just before the end may have left its parts, which go now."""
-    check_tables(path, state)
+    check_files(path, state)
     shutil.rmtree(path / PARTS / state["run_id"], ignore_errors=True)
     return RunFolder(path, state, lock=None)
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    """The size and checksum by which a finished file is known again."""
+    with disk(f"reading '{file}'"):
+        return {"bytes": file.stat().st_size, "sha256": sha256_file(file)}

@@ -12,6 +12,9 @@ Model = Annotated[
     typer.Option("-m", "--model", metavar="MODEL", help="smollm2-135m, a Hugging Face id, a folder or a .gguf file."),
 ]
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="The run folder to write.")]
+Labels = Annotated[str, typer.Argument(metavar="LABELS", help="The folder of a label run.")]
+Signals = Annotated[str, typer.Argument(metavar="SIGNALS", help="The folder of a signals run of the same traces.")]
+AuditOnly = Annotated[bool, typer.Option("--audit-only", help="Of labels made with a screen, use the audit windows.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model runs.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -107,6 +108,17 @@ def columns(facts: Mapping[str, str]) -> str:
     """Each fact on its own line, the values aligned."""
     width = max([12, *map(len, facts)])
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in facts.items())
+
+
+def number(value: float | None, form: str = "+.2f") -> str:
+    """A number in that form, with a true minus; empty for what is unknown."""
+    return "" if value is None or math.isnan(value) else f"{value:{form}}".replace("-", "−")
+
+
+def interval(low: float | None, high: float | None, form: str = "+.2f") -> str:
+    """An interval in that form; empty for what is unknown."""
+    ends = [number(end, form) for end in (low, high)]
+    return f"[{', '.join(ends)}]" if all(ends) else ""
 
 
 def _write(stream: Any, text: str, end: str = "\n") -> None:

@@ -27,7 +27,7 @@ from kvlens.probe.deletion import DeletionOccluder
 from kvlens.probe.occlusion import Counterfactual, Engine, Occluder, make_batches, total_tokens
 from kvlens.probe.readout import Effects, Metric
 from kvlens.probe.settings import AUTO, Settings
-from kvlens.probe.tables import subset_rows, token_effects, token_rows
+from kvlens.probe.tables import mean_over_windows, subset_rows, token_rows
 from kvlens.probe.windows import first_positions, list_windows, windows_in
 from kvlens.records import Tokens
 from kvlens.store import RunFolder
@@ -282,7 +282,7 @@ class TraceMeasurement:
             lost = self.occluder().reference.log_probs.sum() - torch.cat([p.log_probs for p in pieces]).sum(-1)
             self.run.write_part("subsets", self.id, subset_rows(self.id, kept, lost.numpy()))
         effects = self.run.read_part("subsets", self.id).effect_nats.to_numpy()
-        alone = token_effects(self.tokens, self._measured())[: self.tokens.n_context]
+        alone = mean_over_windows(self.tokens.n_context, self._measured())
         return subsets.fit_surrogate(kept, effects, alone)
 
     def _trace_row(self, report: Report) -> dict[str, Any]:

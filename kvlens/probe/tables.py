@@ -12,16 +12,16 @@ from kvlens.records import Tokens
 from kvlens.schemas import pack_kept
 
 
-def token_effects(tokens: Tokens, windows: pd.DataFrame) -> Float[np.ndarray, " pos"]:
-    """Mean effect in nats over the windows that cover each position; NaN where none does."""
-    total, count = np.zeros(tokens.n_tokens + 1), np.zeros(tokens.n_tokens + 1)
+def mean_over_windows(n_tokens: int, windows: pd.DataFrame) -> Float[np.ndarray, " pos"]:
+    """Mean effect in nats over the windows that cover each of `n_tokens` positions; NaN where none does."""
+    total, count = np.zeros(n_tokens + 1), np.zeros(n_tokens + 1)
     starts, ends = windows.window_start.to_numpy(), windows.window_end.to_numpy()
     for start, end, effect in zip(starts, ends, windows.effect_nats.to_numpy(), strict=True):
         # Added window by window, not as running differences: a sink's tens of nats would leave rounding behind.
         total[start:end] += effect
         count[start:end] += 1
     with np.errstate(invalid="ignore"):
-        return (total / np.where(count > 0, count, np.nan))[: tokens.n_tokens]
+        return (total / np.where(count > 0, count, np.nan))[:n_tokens]
 
 
 def token_rows(tokens: Tokens, tokenizer: Any, windows: pd.DataFrame) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def token_rows(tokens: Tokens, tokenizer: Any, windows: pd.DataFrame) -> dict[st
         "token_id": tokens.ids.astype(np.int32),
         "token": token_texts(tokens, tokenizer),
         "segment": [tokens.segment(pos) for pos in range(tokens.n_tokens)],
-        "effect_nats": token_effects(tokens, windows),
+        "effect_nats": mean_over_windows(tokens.n_tokens, windows),
         "flipped": flipped,
     }
 

@@ -4,41 +4,32 @@
 2. Position 0 is an attention sink: it, and what shares a window with it, is named apart, and no scale reaches for it.
 3. The noise floor is drawn as a band, and the title says which model, which precision and which intervention.
 
-Colours are Okabe and Ito's, which stay apart for every common kind of colour blindness; lines differ in dashes too.
+Orange where the target needs a token, blue where it is better off without it.
 """
 
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from kvlens.errors import EnvironmentLacks, InputError
+from kvlens.errors import InputError
 from kvlens.findings import beside_sink, facts, labels_run, nats, tokens_of
 from kvlens.loading import Run
 from kvlens.page_style import visible
+from kvlens.plots.style import INK, LINES, MINUS, NOISE, PLUS, SHADES, SOFT, TEXT_POINTS, axes, describe
 from kvlens.records import SEGMENTS
-from kvlens.wording import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SIZE_INCHES = (3.3, 2.3)
-TITLE_POINTS, TEXT_POINTS = 8.0, 7.0
-INK, SOFT, NOISE = "#1c1e21", "#5a6169", "#c9ced4"
-PLUS, MINUS = "#d55e00", "#0072b2"  # the target needs it, is better without it
-SHADES = {"prompt": "#e9eef4", "reasoning": "#ffffff", "target": "#f3ead2"}
-LINES = {"prompt": ("#009e73", (0, (4, 1.2))), "reasoning": (INK, "solid")}
 N_NAMED = 3
 NAMED_APART, NAMED_SHARE = 0.2, 0.1  # of the positions, of the largest |effect|
 AROUND_CHARACTERS, WORD_CHARACTERS = 4, 12
 HEADROOM, FOOTROOM = 0.30, 0.12  # of the y range, for names
-TITLE_CHARACTERS = 50
 
 
 def token_effects(run: Run | str | Path, trace_id: str | None = None, ax: Axes | None = None) -> Axes:
@@ -50,7 +41,7 @@ def token_effects(run: Run | str | Path, trace_id: str | None = None, ax: Axes |
     trace_id = _first_trace(run) if trace_id is None else trace_id
     tokens = tokens_of(run, trace_id).sort_values("pos")
     rows = _labelled(run, tokens)
-    ax = _axes(ax)
+    ax = axes(ax)
     n_tokens = int(tokens.pos.max()) + 1
     _shade_segments(ax, tokens, n_tokens)
     noise = _noise(run.traces[run.traces.trace_id == trace_id])
@@ -68,7 +59,7 @@ def token_effects(run: Run | str | Path, trace_id: str | None = None, ax: Axes |
     n_labelled = int(tokens.effect_nats.notna().sum())
     some = "" if n_labelled >= n_context - 1 else f", {n_labelled:,} of {n_context:,} labelled\n"  # the last never is
     x = f"position in the trace{some} (noise floor {_small(noise)} nats)"
-    _describe(ax, [visible(trace_id), *_about(run)], x, "effect, nats")
+    describe(ax, [visible(trace_id), *_about(run)], x, "effect, nats")
     return ax
 
 
@@ -76,7 +67,7 @@ def effect_distribution(run: Run | str | Path, ax: Axes | None = None) -> Axes:
     """The share of labelled tokens whose |effect| is larger than x nats, for each segment; position 0 left out."""
     run = labels_run(run)
     rows = _labelled(run, run.tokens)
-    ax = _axes(ax)
+    ax = axes(ax)
     noise = _noise(run.traces)
     sizes = rows.effect_nats.abs()
     for segment in (name for name in SEGMENTS if (rows.segment == name).any()):
@@ -92,7 +83,7 @@ def effect_distribution(run: Run | str | Path, ax: Axes | None = None) -> Axes:
     n_traces = rows.trace_id.nunique()
     traces = f"{n_traces:,} traces" if n_traces > 1 else visible(str(rows.trace_id.iloc[0]))
     x = f"|effect|, nats, position 0 left out\n(shaded: noise floor, {_small(noise)} nats)"
-    _describe(ax, [traces, *_about(run)], x, "share of tokens above")
+    describe(ax, [traces, *_about(run)], x, "share of tokens above")
     legend = ax.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=TEXT_POINTS, handlelength=2.2,
         columnspacing=1.2, borderpad=0.2, borderaxespad=0,
@@ -100,17 +91,6 @@ def effect_distribution(run: Run | str | Path, ax: Axes | None = None) -> Axes:
     for text in legend.get_texts():
         text.set_color(INK)
     return ax
-
-
-def _axes(ax: Axes | None) -> Axes:
-    """`ax`, or new axes as wide as a column."""
-    if ax is not None:
-        return ax
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise EnvironmentLacks("plots need matplotlib", extra("lens")) from error
-    return plt.subplots(figsize=SIZE_INCHES, layout="constrained", dpi=150)[1]
 
 
 def _first_trace(run: Run) -> str:
@@ -215,16 +195,3 @@ def _small(noise: float) -> str:
 
 def _power(exponent: int) -> str:
     return f"{10.0**exponent:g}" if exponent >= -2 else f"$10^{{{exponent}}}$"
-
-
-def _describe(ax: Axes, title: Sequence[str], x: str, y: str) -> None:
-    """Nothing; writes title and axis labels at sizes that stay readable at column width."""
-    lines = [line for part in title for line in textwrap.wrap(part, TITLE_CHARACTERS)]
-    pad = TEXT_POINTS + 7  # room for the names of the segments
-    ax.set_title("\n".join(lines), fontsize=TITLE_POINTS, color=INK, loc="left", pad=pad, parse_math=False)
-    ax.set_xlabel(x, fontsize=TEXT_POINTS, color=INK)
-    ax.set_ylabel(y, fontsize=TEXT_POINTS, color=INK)
-    ax.tick_params(labelsize=TEXT_POINTS, color=SOFT, labelcolor=INK, length=2.5, width=0.6)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set(color=SOFT, linewidth=0.6)

@@ -1,0 +1,74 @@
+"""`kvlens signals`: which signals tell which tokens matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvlens.cli import options
+from kvlens.cli.output import Output, interval, number, table
+
+if TYPE_CHECKING:
+    from kvlens.loading import Run
+
+
+def command(
+    labels: options.Labels,
+    signals: options.Signals,
+    out: options.Out,
+    audit_only: options.AuditOnly = False,
+    seed: options.Seed = 0,
+    force: options.Force = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Rank signals by how well they tell which tokens matter beyond position, and fit a score of the causal ones."""
+    from kvlens.discover import ranking
+
+    run = ranking.signals(labels, signals, out, audit_only=audit_only, seed=seed, force=force)
+    rows = run.ranking[run.ranking.choice != ranking.EACH]
+    fitted = run.documents["fitted"]
+    document = {"run": run.path, "counts": run.meta["counts"], "ranking": rows.to_dict("records"), "fitted": fitted}
+    Output(json, quiet).answer(document, text=_text(run, rows.to_dict("records"), fitted), paths=[run.path])
+
+
+def _text(run: Run, rows: list[dict[str, Any]], fitted: dict[str, Any]) -> str:
+    counts, model = run.meta["counts"], fitted["model"]
+    note = f" ({model['note']})" if model["note"] else ""
+    few = ", too few to trust" if run.meta["results"]["few_traces"] else ""
+    lines = [
+        f"{'labels'.ljust(12)}  {fitted['intervention']}, {model['name']}{note}",
+        f"{'traces'.ljust(12)}  {counts['traces']:,} ({counts['confirm_traces']:,} to report the chosen layer){few}, "
+        f"{counts['tokens']:,} tokens",
+        "",
+        table(*_table(rows), right=(1, 2, 4, 5, 6)),
+        "",
+    ]
+    if fitted["held_out"] is not None:
+        ridge, logistic = (fitted["held_out"]["score"][name] for name in ("ridge_rho", "logistic_auc"))
+        lines += [
+            f"{'fitted'.ljust(12)}  {len(fitted['features'])} causal signals, in held-out traces and beyond position:",
+            f"{'  ridge'.ljust(12)}  rho {number(ridge['mean'])} {interval(ridge['low'], ridge['high'])}",
+            f"{'  logistic'.ljust(12)}  AUC for the top tenth {number(logistic['mean'], '.2f')} "
+            f"{interval(logistic['low'], logistic['high'], '.2f')}",
+        ]
+    return "\n".join([*lines, f"{'run'.ljust(12)}  {run.path}"])
+
+
+def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The headers and rows that compare signals."""
+    headers = ["signal", "layer", "rho", "95 % interval", "AUC size", "AUC signed", "adds AUC", "causal"]
+    known = {True: "yes", False: "no"}
+    shown = [
+        [
+            row["signal"],
+            str(row["layer"]) if isinstance(row["layer"], int) else "",
+            number(row["rho"]),
+            interval(row["rho_low"], row["rho_high"]),
+            number(row["auc_size"], ".2f"),
+            number(row["auc_signed"], ".2f"),
+            number(row["adds_auc"], "+.3f"),
+            known.get(row["causal"], "?"),
+        ]
+        for row in rows
+    ]
+    return headers, shown

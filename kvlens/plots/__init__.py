@@ -1,0 +1,20 @@
+"""Figures on matplotlib axes, of a column's width: every function takes `ax` or makes its own, and returns it."""
+
+from kvlens.plots.discovery import label_agreement, layer_profile, position_trend, signal_ranking
+from kvlens.plots.labels import effect_distribution, token_effects
+from kvlens.plots.style import LINES, MINUS, NOISE, PLUS, SHADES, SIZE_INCHES
+
+__all__ = [
+    "LINES",
+    "MINUS",
+    "NOISE",
+    "PLUS",
+    "SHADES",
+    "SIZE_INCHES",
+    "effect_distribution",
+    "label_agreement",
+    "layer_profile",
+    "position_trend",
+    "signal_ranking",
+    "token_effects",
+]

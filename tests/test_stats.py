@@ -1,0 +1,202 @@
+"""Do the rank statistics equal scipy's, and are tests and intervals over traces what they claim?"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from sklearn.metrics import roc_auc_score
+
+from kvlens import stats
+from kvlens.errors import EnvironmentLacks
+
+TIED = arrays(np.float64, st.tuples(st.integers(8, 30), st.integers(1, 4)), elements=st.integers(0, 6).map(float))
+
+
+def example(seed: int = 0, n: int = 60, n_layers: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Signals with ties, a label, and positions with gaps; everything drifts with the position."""
+    random = np.random.default_rng(seed)
+    positions = np.sort(random.choice(200, size=n, replace=False))
+    signal = np.round(random.normal(size=(n, n_layers)) + positions[:, None] / 80, 1)
+    label = np.round(signal[:, 0] + random.normal(size=n) + positions / 60, 1)
+    return signal, label, positions
+
+
+@given(TIED)
+def test_ties_share_their_mean_rank(values: np.ndarray) -> None:
+    for column, found in zip(values.T, stats.ranks(values).T, strict=True):
+        for value, rank in zip(column, found, strict=True):
+            assert rank == (column < value).sum() + ((column == value).sum() + 1) / 2
+
+
+def test_spearman_is_scipys_for_every_layer() -> None:
+    signal, label, _ = example()
+    found = stats.spearman(signal, label)
+    for layer, rho in enumerate(found):
+        assert rho == pytest.approx(scipy.stats.spearmanr(signal[:, layer], label).statistic, abs=1e-12)
+    assert abs(found[0]) > 0.4
+
+
+def test_partial_spearman_with_a_line_is_the_textbook_formula() -> None:
+    signal, label, positions = example()
+    found = stats.partial_spearman(signal, label, positions, degree=1)
+    for layer, rho in enumerate(found):
+        xy, xz, yz = (
+            scipy.stats.spearmanr(one, other).statistic
+            for one, other in ((signal[:, layer], label), (signal[:, layer], positions), (label, positions))
+        )
+        assert rho == pytest.approx((xy - xz * yz) / np.sqrt((1 - xz**2) * (1 - yz**2)), abs=1e-12)
+
+
+def test_partial_spearman_takes_a_quartic_out_of_both_rankings() -> None:
+    signal, label, positions = example()
+    place = scipy.stats.rankdata(positions) / len(positions)
+    powers = np.stack([place**power for power in range(5)], 1)
+
+    def left(values: np.ndarray) -> np.ndarray:
+        ranked = scipy.stats.rankdata(values)
+        return ranked - powers @ np.linalg.lstsq(powers, ranked, rcond=None)[0]
+
+    found = stats.partial_spearman(signal, label, positions)
+    for layer, rho in enumerate(found):
+        assert rho == pytest.approx(np.corrcoef(left(signal[:, layer]), left(label))[0, 1], abs=1e-9)
+
+
+@given(st.floats(0.1, 3), st.floats(-5, 5), st.integers(0, 100))
+@settings(max_examples=20, deadline=None)
+def test_partial_spearman_sees_ranks_alone(scale: float, shift: float, seed: int) -> None:
+    signal, label, positions = example(seed)
+    found = stats.partial_spearman(np.exp(signal * scale) + shift, label, positions * 3 + 7)
+    np.testing.assert_allclose(found, stats.partial_spearman(signal, label, positions), atol=1e-9)
+
+
+def test_what_has_no_meaning_is_nan_and_does_not_spread() -> None:
+    signal, label, positions = example()
+    signal[:, 1] = 4.0
+    signal[:, 2] = positions
+    signal[:, 3] = -positions
+    partial = stats.partial_spearman(signal, label, positions)
+    assert np.isnan(partial[[1, 2, 3]]).all()
+    assert partial[[0, 4]] == pytest.approx(stats.partial_spearman(signal[:, [0, 4]], label, positions), abs=1e-12)
+    plain = stats.spearman(signal, label)
+    assert np.isnan(plain).tolist() == [False, True, False, False, False]
+    assert np.isnan(stats.spearman(signal, np.full(len(label), 2.0))).all()
+    assert np.isnan(stats.partial_spearman(signal, np.full(len(label), 2.0), positions)).all()
+    area = stats.auc(stats.beyond_position(signal, positions), label > 0)
+    assert np.isnan(area).tolist() == [False, True, True, True, False]
+
+
+@given(TIED, st.integers(0, 2**31))
+@settings(deadline=None)
+def test_auc_is_the_share_of_pairs_in_order(scores: np.ndarray, seed: int) -> None:
+    truth = np.random.default_rng(seed).random(len(scores)) < 0.4
+    found = stats.auc(scores, truth)
+    if truth.all() or not truth.any():
+        assert np.isnan(found).all()
+        return
+    for column, area in zip(scores.T, found, strict=True):
+        pairs = [(a > b) + (a == b) / 2 for a, b in product(column[truth], column[~truth])]
+        assert area == pytest.approx(np.mean(pairs), abs=1e-12)
+        assert area == pytest.approx(roc_auc_score(truth, column), abs=1e-12)
+
+
+def test_top_share_takes_the_largest_and_of_equal_ones_the_first() -> None:
+    values = np.array([1.0, 5, 3, 5, 5, 2, 0, 0, 0, 0])
+    assert np.flatnonzero(stats.top_share(values, 0.2)).tolist() == [1, 3]
+    assert np.flatnonzero(stats.top_share(values, 0.01)).tolist() == [1]
+
+
+def test_intervals_are_percentiles_of_means_over_resampled_traces() -> None:
+    values = np.random.default_rng(3).normal(0.2, 1.0, size=(50, 2))
+    found = stats.over_traces(values, seed=1)
+    np.testing.assert_allclose(found.mean, values.mean(0))
+    assert found.n.tolist() == [50, 50]
+    for column in range(2):
+        sample = (values[:, column],)
+        theirs = scipy.stats.bootstrap(sample, np.mean, method="percentile", n_resamples=9999, rng=0)
+        assert found.low[column] == pytest.approx(theirs.confidence_interval.low, abs=0.03)
+        assert found.high[column] == pytest.approx(theirs.confidence_interval.high, abs=0.03)
+    again = stats.over_traces(values, seed=1)
+    assert again.low.tolist() == found.low.tolist()
+    assert stats.over_traces(values, seed=2).low.tolist() != found.low.tolist()
+
+
+def test_a_bootstrap_sample_is_whole_traces_and_the_first_is_the_sample_itself() -> None:
+    weights = stats.resampled(7, 500, 0)
+    assert weights[0].tolist() == [1.0] * 7
+    assert (weights.sum(1) == 7).all()
+    assert len({tuple(row) for row in weights}) > 300
+    assert weights[1:].mean(0) == pytest.approx(np.ones(7), abs=0.15)
+
+
+def test_missing_values_are_left_out_of_their_column_alone() -> None:
+    values = np.random.default_rng(0).normal(size=(20, 3))
+    holes = values.copy()
+    holes[3:9, 1] = np.nan
+    holes[1:, 2] = np.nan
+    found = stats.over_traces(holes, seed=0)
+    assert found.n.tolist() == [20, 14, 1]
+    assert found.mean == pytest.approx(np.nanmean(holes, 0))
+    assert found.low[0] == stats.over_traces(values, seed=0).low[0]
+    assert np.isfinite([found.low[1], found.high[1]]).all()
+    assert np.isnan([found.low[2], found.high[2]]).all()
+    assert np.isnan(stats.over_traces(np.zeros((0, 2)), seed=0).mean).all()
+    t = stats.t_statistics(holes, np.ones((1, 20)))[0]
+    assert t[1] == pytest.approx(scipy.stats.ttest_1samp(holes[:, 1], 0, nan_policy="omit").statistic)
+    assert t[2] == 0
+    assert np.isnan(stats.sign_flip_p(holes, 0)).tolist() == [False, False, True]
+
+
+def test_few_traces_get_every_pattern_of_signs_once() -> None:
+    flips = stats.sign_flips(5, seed=0)
+    assert sorted(map(tuple, flips)) == sorted(product([-1.0, 1.0], repeat=5))
+    assert (flips[0] == 1).all()
+
+
+def test_many_traces_get_drawn_signs_by_their_seed() -> None:
+    flips = stats.sign_flips(40, seed=0)
+    assert flips.shape == (stats.N_DRAWS, 40)
+    assert (flips[0] == 1).all()
+    assert np.abs(flips[1:].mean(0)).max() < 0.1
+    assert (flips == stats.sign_flips(40, seed=0)).all()
+    assert (flips != stats.sign_flips(40, seed=1)).any()
+
+
+def test_t_statistics_under_signs_and_counts_are_those_of_the_changed_sample() -> None:
+    values = np.random.default_rng(0).normal(0.3, 1, size=(9, 4))
+    flips, counts = stats.sign_flips(9, 0)[:30], stats.resampled(9, 30, 0)
+    for sign, count, under_signs, under_counts in zip(
+        flips, counts, stats.t_statistics(values, flips), stats.t_statistics(values, counts), strict=True
+    ):
+        flipped, drawn = values * sign[:, None], np.repeat(values, count.astype(int), axis=0)
+        assert under_signs == pytest.approx(scipy.stats.ttest_1samp(flipped, 0).statistic)
+        assert under_counts == pytest.approx(scipy.stats.ttest_1samp(drawn, 0).statistic)
+
+
+def test_traces_that_agree_to_the_last_digit_are_evidence() -> None:
+    t = stats.t_statistics(np.ones((8, 1)), np.ones((1, 8)))
+    assert np.isfinite(t).all()
+    assert t[0, 0] > 100
+
+
+def test_the_sign_flip_p_is_scipys_exact_one() -> None:
+    values = np.random.default_rng(1).normal(0.4, 1, size=(9, 3))
+    found = stats.sign_flip_p(values, seed=0)
+    for layer, p in enumerate(found):
+        theirs = scipy.stats.permutation_test(
+            (values[:, layer],), np.mean, permutation_type="samples", n_resamples=np.inf
+        )
+        assert p == pytest.approx(theirs.pvalue)
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(EnvironmentLacks, match="scipy") as caught:
+        stats.ranks(np.arange(3.0))
+    assert ".[lens]" in caught.value.hint

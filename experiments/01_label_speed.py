@@ -16,14 +16,13 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import ROOT, TRACES, described, machine, write
+from common import ROOT, described, interleaved, machine, sample, seconds, write
 from scipy.stats import spearmanr
 
 from kvlens import model as models
@@ -31,34 +30,9 @@ from kvlens.linear import fast_linear, kernel
 from kvlens.model import Model
 from kvlens.probe.noise import recompute, spread
 from kvlens.probe.occlusion import Intervention, Occluder, make_batches, total_tokens, windows_of
-from kvlens.records import Tokens, Trace
-from kvlens.texts import read_traces
-from kvlens.tokenising import tokenize
+from kvlens.records import Tokens
 
-REPEATS = 5
 ROWS = 2048
-
-
-def sample(model: Model, n_context: int, n_target: int) -> Tokens:
-    """A stretch of the project's own documents with exactly this many context and target tokens."""
-    text = "\n\n".join(trace.text or "" for trace in read_traces(TRACES / "documents.jsonl"))
-    whole = tokenize(Trace("sample", text=text), model.tokenizer, target_tokens=n_target)
-    n = n_context + n_target
-    return Tokens(whole.trace, whole.ids[:n], 0, n_context, whole.text, whole.char_spans[:n])
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def interleaved(*runs: Callable[[], Any]) -> list[float]:
-    """Median seconds of each, warmed up once, repeats taken in turn."""
-    for run in runs:
-        run()
-    times = [[seconds(run) for run in runs] for _ in range(REPEATS)]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 @torch.inference_mode()

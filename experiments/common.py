@@ -1,4 +1,4 @@
-"""What experiments share: where results go, what machine made them, and an interval over traces."""
+"""What experiments share: input and clock, where results go, what machine made them, an interval over traces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,37 @@ import torch
 
 from kvlens import stats
 from kvlens.model import Model
+from kvlens.records import Tokens, Trace
+from kvlens.texts import read_traces, tokenize
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "data" / "traces"
 RESULTS = ROOT / "data" / "results"
 SHARED = ROOT.parent / "shared" / "data"  # public sets, where a user has them; never part of this project
+
+REPEATS = 5
+
+
+def sample(model: Model, n_context: int, n_target: int) -> Tokens:
+    """A stretch of the project's own documents with exactly this many context and target tokens."""
+    text = "\n\n".join(trace.text or "" for trace in read_traces(TRACES / "documents.jsonl"))
+    whole = tokenize(Trace("sample", text=text), model.tokenizer, target_tokens=n_target)
+    n = n_context + n_target
+    return Tokens(whole.trace, whole.ids[:n], 0, n_context, whole.text, whole.char_spans[:n])
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def interleaved(*runs: Callable[[], Any]) -> list[float]:
+    """Median seconds of each, warmed up once, repeats taken in turn."""
+    for run in runs:
+        run()
+    times = [[seconds(run) for run in runs] for _ in range(REPEATS)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def machine() -> dict[str, Any]:

@@ -122,17 +122,31 @@ def band_power(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def block() -> str:
-    parts = [
-        write(found)
-        for name, write in (
-            ("01_label_speed", speed),
-            ("01_planted", planted),
-            ("01_screen", screen),
-            ("02_band_power", band_power),
-        )
-        if (found := result(name))
+def observe(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"What `observe` costs over a plain SDPA forward with logits and the same linear kernel ({found['model']}, "
+        f"{found['dtype']}, {found['machine']['cpu']} on {found['machine']['threads']} of {found['machine']['cores']} "
+        "threads; medians of five in one run, `experiments/02_observe_speed.py`).",
+        "",
+        "| tokens | hidden states | keys and values | surprisal | all without attention | all |",
+        "|---|---|---|---|---|---|",
     ]
+    for name in ("tokens_512", "tokens_1024"):
+        ratios = found[name]["over_plain_same_linear_kernel"]
+        cells = [ratios[kind] for kind in ("hidden", "keys_values", "surprisal", "without_attention", "all")]
+        lines.append(f"| {found[name]['n_tokens']:,} | " + " | ".join(f"{cell:.2f}x" for cell in cells) + " |")
+    return lines
+
+
+def block() -> str:
+    tables = (
+        ("01_label_speed", speed),
+        ("01_planted", planted),
+        ("01_screen", screen),
+        ("02_observe_speed", observe),
+        ("02_band_power", band_power),
+    )
+    parts = [write(found) for name, write in tables if (found := result(name))]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 

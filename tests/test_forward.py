@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from kvlens.errors import ModelRefused
-from kvlens.model import Model, cache_from, cache_layers, hidden, logits, new_cache, unembed, wrap
+from kvlens.model import Model, cache_from, cache_layers, hidden, logits, new_cache, unembed, watch_blocks, wrap
 
 N = 26
 TOLERANCE = 1e-4
@@ -163,6 +163,25 @@ def test_positions_with_a_gap_do_not_hide_the_text_before_it(family: Model) -> N
         )
     whole = logits(family, ids, positions=positions)
     torch.testing.assert_close(whole, torch.cat([first, second], 1), atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_blocks_are_watched_in_order_before_the_final_norm_and_left_alone(family: Model) -> None:
+    """What a block puts out is what the next one takes in, and what the final norm takes after the last."""
+    ids, seen = token_ids(9, batch=2), dict[int, Tensor]()
+    with watch_blocks(family, lambda layer, states: seen.update({layer: states.clone()})):
+        normed = hidden(family, ids)
+    assert list(seen) == list(range(family.n_layers))
+    reported = family.hf(ids, output_hidden_states=True, use_cache=False).hidden_states
+    for layer in range(family.n_layers - 1):
+        torch.testing.assert_close(seen[layer], reported[layer + 1], atol=1e-4, rtol=0)
+    norms = [module for name, module in family.decoder.named_children() if "norm" in name or name == "ln_f"]
+    torch.testing.assert_close(norms[-1](seen[family.n_layers - 1]), normed, atol=1e-4, rtol=0)
+    seen.clear()
+    with pytest.raises(KeyError), watch_blocks(family, lambda *_: seen.update({0: ids})):
+        raise KeyError("from inside")
+    hidden(family, ids)
+    assert not seen
 
 
 @pytest.mark.parametrize(

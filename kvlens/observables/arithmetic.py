@@ -16,12 +16,13 @@ def wide(states: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
-def variance(states: Float[Tensor, "*shape d"], correction: int = 0) -> Float[Tensor, "*shape"]:
-    """The variance over the last axis, divided by d - correction; exactly 0 where all are equal.
+def deviation(states: Float[Tensor, "*shape d"], correction: int = 0) -> Float[Tensor, "*shape"]:
+    """The standard deviation over the last axis, of d - correction; exactly 0 where all are equal.
 
-    Deviations from the first, then from their mean; ten times as fast as `torch.var` over a short axis on a CPU.
+    Differences from the first, then from their mean; many times as fast as `torch.std` over a short axis on a CPU.
     """
     states = wide(states)
-    deviations = states - states[..., :1]
-    deviations = deviations - deviations.mean(-1, keepdim=True)
-    return deviations.square().sum(-1) / (states.shape[-1] - correction)
+    differences = states - states[..., :1]
+    differences -= differences.mean(-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(differences, dim=-1)
+    return norm / (states.shape[-1] - correction) ** 0.5

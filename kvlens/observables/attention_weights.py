@@ -4,8 +4,8 @@
    Queries and keys are those that attention sees: rotated, and normalised where the model normalises them;
 2. a query sees the keys up to its own position, in a sliding window layer only the last `window` of them;
 3. softmax in float32 or wider; a learned sink logit takes its share and is no key, so a row then sums to less than 1;
-4. `blocks` goes through the queries some rows at a time, the fewer the more keys there are, so that every block is
-   about as large: memory does not grow with the square of the trace, and freed blocks fit the next ones.
+4. `blocks` goes through the queries some rows at a time, the fewer the more keys there are, so that all blocks are of
+   about one size: memory does not grow with the square of the trace, and a freed block is room for the next.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.observables.arithmetic import variance, wide
+from kvlens.observables.arithmetic import deviation, wide
 
 CHUNK = 128
 
@@ -71,13 +71,13 @@ def _scores(
     chunks = wide(states[..., : n_chunks * chunk, :])
     chunks = chunks.reshape(*chunks.shape[:-2], n_chunks, chunk, chunks.shape[-1])
     own, following = chunks[..., :-1, :, :], chunks[..., 1:, :, :]
-    scaled = deviation(own, following.amin(-2, keepdim=True), following.amax(-2, keepdim=True))
+    scaled = scaled_deviation(own, following.amin(-2, keepdim=True), following.amax(-2, keepdim=True))
     return scaled.softmax(-1).flatten(-2)
 
 
-def deviation(
+def scaled_deviation(
     states: Float[Tensor, "*shape d_head"], low: Float[Tensor, "*#shape d_head"], high: Float[Tensor, "*#shape d_head"]
 ) -> Float[Tensor, "*shape"]:
     """The standard deviation over channels, each channel scaled by its range [low, high] elsewhere."""
     span = high - low
-    return variance((states - low) / span.where(span > 0, 1.0), 1).sqrt()
+    return deviation((states - low).div_(span.where(span > 0, 1.0)), 1)

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.observables.arithmetic import variance, wide
-from kvlens.observables.lag import CHUNK, deviation
+from kvlens.observables.arithmetic import deviation, wide
+from kvlens.observables.lag import CHUNK, scaled_deviation
 
 Range = tuple[Tensor, Tensor]  # lowest and highest of each channel, [*layer, kv_head, 1, d_head]
 
@@ -58,9 +58,9 @@ def _score(state: Ranges, pieces: tuple[Tensor, Tensor]) -> Float[Tensor, "*laye
     """The score of tokens of one chunk in every layer and head."""
     keys, values = pieces
     if state.previous is None:
-        return variance(keys, 1).sqrt() + variance(values, 1).sqrt()
+        return deviation(keys, 1) + deviation(values, 1)
     key_range, value_range = state.previous
-    return deviation(keys, *key_range) + deviation(values, *value_range)
+    return scaled_deviation(keys, *key_range) + scaled_deviation(values, *value_range)
 
 
 def _seen(state: Ranges, pieces: tuple[Tensor, Tensor]) -> Ranges:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvlens.observables import rolling
-from kvlens.observables.arithmetic import variance
+from kvlens.observables.arithmetic import deviation
 from kvlens.observables.rolling import Trailing, init
 
 __all__ = ["init", "step"]
@@ -23,4 +23,4 @@ def step(
     state: Trailing, states: Float[Tensor, "*layer kv_head pos d_head"]
 ) -> tuple[Trailing, Float64[Tensor, "*layer pos"]]:
     """The rolling mean of the variance, for every new token."""
-    return rolling.mean(state, variance(states).mean(-2))
+    return rolling.mean(state, deviation(states).square().mean(-2))

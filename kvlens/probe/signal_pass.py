@@ -55,22 +55,23 @@ def read_signals(
             rows[name].append(values)
 
     cache = models.new_cache(model) if "keys_values" in needs else None
-    with fast_linear(), ExitStack() as stack:
+    with ExitStack() as stack:
         if "hidden" in needs:
             stack.enter_context(models.watch_blocks(model, lambda _, states: take(iter([{"hidden": states[0]}]))))
         if "attention" in needs:
             stack.enter_context(models.attention_override(model, WatchedAttention(model, take)))
-        states = models.hidden(model, ids[None], cache=cache)[0]
-        _require_finite(states)
-        inputs = {"ids": ids, "counts": counts}
-        if cache is not None:
-            pairs = [(keys[0], values[0]) for keys, values in models.cache_layers(cache)]
-            for keys, values in pairs:
-                take(iter([{"keys": keys, "values": values}]))
-            if any("keys" in signal.takes for signal in global_ones):
-                inputs |= {"keys": torch.stack([k for k, _ in pairs]), "values": torch.stack([v for _, v in pairs])}
-        found = read(global_ones, [inputs])
-        found |= read([signal for signal in global_ones if "logits" in signal.takes], _predictions(model, states, ids))
+        with fast_linear():
+            states = models.hidden(model, ids[None], cache=cache)[0]
+    _require_finite(states)
+    inputs = {"ids": ids, "counts": counts}
+    if cache is not None:
+        pairs = [(keys[0], values[0]) for keys, values in models.cache_layers(cache)]
+        for keys, values in pairs:
+            take(iter([{"keys": keys, "values": values}]))
+        if any("keys" in signal.takes for signal in global_ones):
+            inputs |= {"keys": torch.stack([k for k, _ in pairs]), "values": torch.stack([v for _, v in pairs])}
+    found = read(global_ones, [inputs])
+    found |= read([signal for signal in global_ones if "logits" in signal.takes], _predictions(model, states, ids))
     found |= {name: torch.stack(values, -1) for name, values in rows.items()}
     return {signal.name: found[signal.name].float().cpu().numpy() for signal in signals}
 
@@ -86,7 +87,9 @@ def _require_finite(states: Float[Tensor, "pos d_model"]) -> None:
 def _predictions(model: Model, states: Float[Tensor, "pos d_model"], ids: Int[Tensor, " pos"]) -> Chunks:
     """Logits and ids of the trace, some tokens at a time."""
     for block, piece in zip(states.split(BLOCK_ROWS), ids.split(BLOCK_ROWS), strict=True):
-        yield {"logits": models.unembed(model, block), "ids": piece}
+        with fast_linear():
+            logits = models.unembed(model, block)
+        yield {"logits": logits, "ids": piece}
 
 
 class WatchedAttention:

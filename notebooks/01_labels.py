@@ -41,12 +41,12 @@ evict = kvlens.label([trace], smol, OUT / "evict", window=4)
 kvlens.inspect(evict, n=12)
 
 # %% [markdown]
-# Four tokens in a row have one value, that of their window. The first window is missing from the table on purpose:
-# position 0 is an attention sink, where many heads park their attention, so hiding it hurts whatever it says.
+# One row is one window. The first is missing from the table on purpose: position 0 is an attention sink, where many
+# heads park their attention, so hiding it hurts whatever it says.
 #
 # Below, the same as text: orange for what the target needs, blue for what it is better without, and the values on
-# hover. Then along the positions. The grey band around 0 is the noise floor, how far an effect moves when nothing but
-# the shape of the batch changes; it may be thinner than the line.
+# hover; the four tokens of a window share its value. Then along the positions. The grey band around 0 is the noise
+# floor, how far an effect moves when nothing but the way of computing it changes; it may be thinner than the line.
 
 # %%
 kvlens.show(evict, trace.id)

@@ -25,4 +25,4 @@ def deviation(states: Float[Tensor, "*shape d"], correction: int = 0) -> Float[T
     differences = states - states[..., :1]
     differences -= differences.mean(-1, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(differences, dim=-1)
-    return norm / (states.shape[-1] - correction) ** 0.5
+    return norm / float(states.shape[-1] - correction) ** 0.5

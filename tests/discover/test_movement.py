@@ -83,15 +83,17 @@ def test_the_same_traces_are_resampled_together(folder: Path) -> None:
 
 
 def test_a_band_that_resamples_lose_has_no_place(folder: Path) -> None:
-    this = read_bands(folder / "early")
-    random = np.random.default_rng(0)
-    inside = np.isin(np.arange(20), range(4, 8))
-    weak = [
-        trace | {"rho": np.where(inside, random.normal(0.035, 0.1, size=20), 0).tolist()} for trace in this["traces"]
-    ]
-    move = movement(this, {**this, "traces": weak}, seed=0)["moves"][0]
+    other = read_bands(folder / "early")
+    noise = np.random.default_rng(0).normal(size=20)
+    barely = 0.1 * (noise - noise.mean()) / noise.std(ddof=1) + 0.05  # t = 2.24, and 2.09 makes a cluster
+    profile = np.where(np.isin(np.arange(20), range(4, 8)), barely[:, None], 0.0)
+    traces = [{"trace_id": f"faint {i}", "rho": row.tolist()} for i, row in enumerate(profile)]
+    move = movement({**other, "traces": traces}, other, seed=0)["moves"][0]
+    assert (move["this"]["start"], move["this"]["stop"]) == (0.2, 0.4)
     assert move["moved"] is None
-    assert "no cluster" in move["reason"]
+    assert 0.3 < move["share_of_draws_without_band"] < 0.6
+    assert "of the resamples" in move["reason"]
+    assert "centre" not in move
 
 
 def test_compare_stands_in_the_document_and_in_the_runs_identity(folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ equal numbers may differ from them by a rounding, and their variance then from 0
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -25,4 +27,4 @@ def deviation(states: Float[Tensor, "*shape d"], correction: int = 0) -> Float[T
     differences = states - states[..., :1]
     differences -= differences.mean(-1, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(differences, dim=-1)
-    return norm / float(states.shape[-1] - correction) ** 0.5
+    return norm / math.sqrt(states.shape[-1] - correction)

@@ -12,7 +12,7 @@ Steps 1, 3 and 4 work with every attention backend; step 2 puts kvlens' own atte
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,7 +30,7 @@ from kvlens.observables.table import Signal, read, with_sources
 from kvlens.probe.readout import BLOCK_ROWS
 
 Columns = dict[str, Float32[np.ndarray, "..."]]
-Chunks = Iterator[Mapping[str, Tensor]]
+Chunks = Iterable[Mapping[str, Tensor]]
 
 
 @torch.inference_mode()
@@ -47,7 +47,7 @@ def read_signals(
     wanted = with_sources(signals)
     needs = frozenset[str]().union(*(signal.needs for signal in wanted))
     per_layer = [signal for signal in wanted if signal.per_layer]
-    global_ones = [signal for signal in wanted if not signal.per_layer]
+    scalars = [signal for signal in wanted if not signal.per_layer]
     rows: defaultdict[str, list[Tensor]] = defaultdict(list)  # by signal, [pos] for each layer
 
     def take(chunks: Chunks) -> None:
@@ -57,7 +57,7 @@ def read_signals(
     cache = models.new_cache(model) if "keys_values" in needs else None
     with ExitStack() as stack:
         if "hidden" in needs:
-            stack.enter_context(models.watch_blocks(model, lambda _, states: take(iter([{"hidden": states[0]}]))))
+            stack.enter_context(models.watch_blocks(model, lambda _, states: take([{"hidden": states[0]}])))
         if "attention" in needs:
             stack.enter_context(models.attention_override(model, WatchedAttention(model, take)))
         with fast_linear():
@@ -67,11 +67,11 @@ def read_signals(
     if cache is not None:
         pairs = [(keys[0], values[0]) for keys, values in models.cache_layers(cache)]
         for keys, values in pairs:
-            take(iter([{"keys": keys, "values": values}]))
-        if any("keys" in signal.takes for signal in global_ones):
+            take([{"keys": keys, "values": values}])
+        if any("keys" in signal.takes for signal in scalars):
             inputs |= {"keys": torch.stack([k for k, _ in pairs]), "values": torch.stack([v for _, v in pairs])}
-    found = read(global_ones, [inputs])
-    found |= read([signal for signal in global_ones if "logits" in signal.takes], _predictions(model, states, ids))
+    found = read(scalars, [inputs])
+    found |= read([signal for signal in scalars if "logits" in signal.takes], _predictions(model, states, ids))
     found |= {name: torch.stack(values, -1) for name, values in rows.items()}
     return {signal.name: found[signal.name].float().cpu().numpy() for signal in signals}
 

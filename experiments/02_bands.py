@@ -10,14 +10,15 @@ Labels: windows of 8 at stride 4, three interventions, fp32. Sources, each apart
 itself. Bands per source, intervention and signal; agreement of interventions; a ranking of all signals; whether the
 band moves from easy to hard, and from others' traces to the model's own.
 
-Run: python experiments/02_bands.py [--only SOURCE,...]     Writes data/results/02_bands.json. Takes an hour or two; a
-killed run continues (run folders in runs/bands).
+Run: python experiments/02_bands.py [--only SOURCE,...]     Writes data/results/02_bands.json and the folder 02_bands
+beside it. Takes an hour or two; a killed run continues (run folders in runs/bands).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from common import ROOT, SHARED, TRACES, described, machine, write
+from common import RESULTS, ROOT, SHARED, TRACES, described, machine, write
 
 import kvlens
 from kvlens import model as models
@@ -40,6 +41,13 @@ INTERVENTIONS = ("evict", "knockout", "substitute")
 SIGNALS = ("hidden_change_rolling", "hidden_change_z", "key_var", "attention_mass")
 FEWEST, MOST = 200, 400  # tokens of a trace that others wrote
 OWN_FEWEST, N_EACH = 150, 24
+KEPT = {  # run folders of the project's own traces that the figure reads, by their name in data/results/02_bands
+    "evict-bands": "project-evict-hidden_change_rolling-bands",
+    "substitute-bands": "project-substitute-hidden_change_rolling-bands",
+    "evict-ranking": "project-evict-ranking",
+    "evict-substitute": "project-evict-substitute",
+    "evict-knockout": "project-evict-knockout",
+}
 PAPER_DEPTHS = {"layer 10 of 32": 10 / 32, "layer 21 of 32": 21 / 32}
 MOVES = (("math", "gsm8k"), ("own", "gsm8k"))
 tell = partial(print, file=sys.stderr, flush=True)
@@ -169,6 +177,9 @@ def main() -> None:
         }
     results["moved"] = {kind: moved(runs, kind) for kind in INTERVENTIONS}
     write("02_bands", results)
+    for kept, name in KEPT.items():
+        shutil.rmtree(RESULTS / "02_bands" / kept, ignore_errors=True)
+        shutil.copytree(RUNS / name, RESULTS / "02_bands" / kept, ignore=shutil.ignore_patterns(".*"))
 
 
 if __name__ == "__main__":

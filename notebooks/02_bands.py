@@ -63,8 +63,8 @@ ax = plots.layer_profile(bands)
 ax = plots.position_trend(bands)
 
 # %% [markdown]
-# What papers show is the correlation of all tokens pooled over traces, with the trend over positions left in. Beside the
-# per-trace means:
+# What papers show is the correlation of all tokens pooled over traces, with the trend over positions left in. Beside
+# the per-trace means:
 
 # %%
 pd.DataFrame(found["layers"])[["layer", "mean_rho", "low", "high", "pooled_rho"]].iloc[::5]

@@ -55,7 +55,7 @@ def test_the_answer_for_people(capsys: pytest.CaptureFixture[str], source: Path,
     assert said["no value"] == "lag in 2 traces too short for it"
     assert list(said)[-1] == "run"
     assert said["run"] == str(tmp_path / "run")
-    assert err.splitlines() == ["78 tokens of 2 traces to observe, one forward pass a trace"]
+    assert err.splitlines() == ["78 tokens of 2 traces to observe, a forward pass each"]
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str], source: Path, model: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_another_configuration_needs_force(
     assert app.main(other) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "config signals is ['age'] there and ['lag_causal'] here" in err
+    assert "signals is ['age'] there and ['lag_causal'] here" in err
     assert "--force" in err
     assert tiny_runs.hashes(tmp_path / "run") == before
     assert app.main([*other, "--force"]) == 0

@@ -104,7 +104,7 @@ def test_compare_stands_in_the_document_and_in_the_runs_identity(folder: Path, t
     assert found["compare"]["other"]["n_traces"] == 20
     same = kvlens.bands(*pair, tmp_path / "out", compare=folder / "early" / "bands.json")
     assert same.documents["bands"] == found
-    with pytest.raises(InputError, match="config compare"):
+    with pytest.raises(InputError, match="compare is"):
         kvlens.bands(*pair, tmp_path / "out", compare=folder / "again")
     assert "compare" not in kvlens.bands(*pair, tmp_path / "alone").documents["bands"]
 

@@ -26,7 +26,7 @@ demo: setup ## label three traces with the default model and show what matters
 # One thread for the tests: most of their models are tiny, and threads that wait for each other are slower than none.
 test: lint ## everything: lint, types, import contracts, notebooks, the whole suite
 	$(BIN)/python tools/notebooks.py --check
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --nbmake tests $(wildcard notebooks)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --nbmake --nbmake-timeout=1200 tests $(wildcard notebooks)
 
 lint: setup ## ruff, mypy, import contracts
 	$(BIN)/ruff check .

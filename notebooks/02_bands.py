@@ -82,13 +82,11 @@ ax = plots.signal_ranking(ranking)
 # %% [markdown]
 # ## Does the label matter?
 #
-# The published bands rest on `substitute` (the text is replaced); eviction is `evict`. Four traces, windows of 16:
+# The published bands rest on `substitute` (the text is replaced); eviction is `evict`. Four traces, windows of 32:
 
 # %%
 few = traces[:4]
-runs = [
-    kvlens.label(few, smol, OUT / kind, window=16, stride=16, intervention=kind) for kind in ("evict", "substitute")
-]
+runs = [kvlens.label(few, smol, OUT / kind, window=32, intervention=kind) for kind in ("evict", "substitute")]
 agreement = kvlens.compare_labels(*runs, OUT / "agreement")
 ax = plots.label_agreement(agreement)
 

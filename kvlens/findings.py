@@ -140,6 +140,9 @@ def facts(run: Run, trace_id: str | None = None) -> dict[str, str]:
         "model": f"{model['name']}" + (f" ({model['note']})" if model.get("note") else ""),
         "intervention": ", ".join(sorted(run.windows.intervention.unique())) or str(config.get("intervention", "?")),
         "windows": f"units: {config['units']}" if config.get("units") else width,
+        "chosen": f"by a gradient screen ({config['screen']}), with an audit sample" if config.get("screen") else "",
+        "lag": f"{config['lag']} tokens after a window's end" if config.get("lag") is not None else "",
+        "filler": str(config.get("filler")) if config.get("intervention") == "substitute" else "",
         "cells": ", ".join(sorted(run.windows.cells.unique())),
         "precision": f"{meta['dtype']} on {meta['device']}, attention {meta['attention'] or 'default'}",
         "noise floor": _noise(traces.noise_nats.dropna()),
@@ -159,7 +162,7 @@ def _noise(noise: pd.Series) -> str:
     if noise.empty:
         return "not measured"
     if noise.max() == 0:
-        return "0 nats: windows computed a second time, at another batch size, came out bit-equal"
+        return "0 nats: windows computed a second way came out bit-equal"
     spread = f"{noise.median():.2g} nats" + (f" (median trace), {noise.max():.2g} (largest)" if len(noise) > 1 else "")
     return f"{spread}, of windows computed a second way"
 

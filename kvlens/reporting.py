@@ -58,6 +58,8 @@ def _refuse_own_file(run: Run, html: str | Path) -> None:
     of_a_run = target.name in (STATE, LOCK) or target.suffix == ".parquet"
     if of_a_run and target.parent == Path(os.path.realpath(run.path)):
         raise InputError(f"writing '{html}' failed: it is a file of the run itself", "give another --html file")
+    if target.is_file() and target.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"writing '{html}' failed: it exists and is no .html file", "give another --html file")
 
 
 def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:

@@ -26,6 +26,8 @@ ALWAYS: dict[str, type | tuple[type, ...]] = {
     "config": dict,
     "model": dict,
     "model.name": str,
+    "model.fingerprint": str,
+    "input_hash": str,
     "seed": int,
     "dtype": str,
     "device": str,

@@ -100,6 +100,14 @@ def top_share(values: Float[np.ndarray, " pos"], share: float) -> Bool[np.ndarra
     return top
 
 
+def top_chance(values: Float[np.ndarray, " pos"], share: float) -> Float[np.ndarray, " pos"]:
+    """The chance of each value to be in the top `share` (at least one value) where ties are broken at random."""
+    n_top = max(1, round(share * len(values)))
+    edge = np.sort(values)[::-1][n_top - 1]
+    above, tied = values > edge, values == edge
+    return np.where(above, 1.0, np.where(tied, (n_top - above.sum()) / tied.sum(), 0.0))
+
+
 def auc(scores: Float[np.ndarray, "pos layer"], truth: Bool[np.ndarray, " pos"]) -> Float[np.ndarray, " layer"]:
     """The chance that a true token scores above a false one, ties counting half; NaN without both kinds."""
     n_true, n_false = int(truth.sum()), int((~truth).sum())

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvlens.disk import TEMPORARY, Damaged, Lock, disk, read_sealed, sha256_file, write_sealed, write_whole
-from kvlens.errors import EnvironmentLacks, KvlensError
+from kvlens.errors import EnvironmentLacks, InputError, KvlensError
 from kvlens.provenance import now, plain
 from kvlens.runstate import STATE, check_files, continued, fresh, held_state, start_afresh
 from kvlens.schemas import DOCUMENTS, SCHEMAS, table_schema, to_arrow, to_pandas
@@ -59,6 +59,8 @@ def open_run(
     Raises: InputError when `out` is no folder, no run, another run, or being written by another process;
         EnvironmentLacks when the disk refuses.
     """
+    if type(force) is not bool or type(seed) is not int or seed < 0:
+        raise InputError(f"seed {seed!r} or force {force!r} is of the wrong kind", "give a seed from 0 on, and a bool")
     path = Path(out)
     facts = {"schema": schema, "config": config, "model": model, "input_hash": input_hash, "seed": seed, "dtype": dtype}
     wanted = plain({**facts, "device": device, "attention": attention})

@@ -294,3 +294,21 @@ def test_the_page_never_replaces_a_file_of_the_run(tmp_path: Path, run: Run, nam
 def test_a_run_without_all_its_tables_cannot_be_viewed(run: Run) -> None:
     with pytest.raises(InputError, match="no table"):
         findings.top_windows(Run(run.path, run.meta, {"tokens": run.tokens}))
+
+
+def test_a_page_replaces_no_file_that_is_none(run: Run, tmp_path: Path) -> None:
+    for name in ("other.parquet", "traces.jsonl", "notes"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(InputError, match=r"it exists and is no \.html file"):
+            reporting.inspect(run, html=tmp_path / name)
+        assert (tmp_path / name).read_text() == "mine"
+    reporting.inspect(run, html=tmp_path / "page.html")
+    reporting.inspect(run, html=tmp_path / "page.html")
+
+
+def test_the_facts_say_how_windows_were_chosen_and_filled(run: Run) -> None:
+    config = run.meta["config"] | {"screen": "auto", "lag": 3}
+    found = findings.facts(Run(run.path, run.meta | {"config": config}, run.tables))
+    assert "gradient screen (auto)" in found["chosen"]
+    assert found["lag"] == "3 tokens after a window's end"
+    assert not {"chosen", "lag", "filler"} & set(findings.facts(run))

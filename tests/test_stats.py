@@ -200,3 +200,18 @@ def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(EnvironmentLacks, match="scipy") as caught:
         stats.ranks(np.arange(3.0))
     assert ".[lens]" in caught.value.hint
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0]), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
+def test_the_chance_of_the_top_is_that_of_random_ties(values: list[float], seed: int) -> None:
+    numbers, share = np.array(values), 0.3
+    found = stats.top_chance(numbers, share)
+    n_top = max(1, round(share * len(numbers)))
+    assert found.sum() == pytest.approx(n_top)
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(numbers))
+    drawn = np.zeros(len(numbers), dtype=bool)
+    drawn[order[np.argsort(-numbers[order], kind="stable")[:n_top]]] = True
+    assert not (drawn & (found == 0)).any()
+    assert drawn[found == 1].all()
+    assert all(len(set(found[numbers == value])) == 1 for value in set(values))

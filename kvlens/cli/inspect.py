@@ -45,7 +45,7 @@ def _text(run: Run, top: pd.DataFrame, trace: str | None) -> str:
 
     facts = columns({name: visible(value) for name, value in findings.facts(run, trace).items()})
     if top.empty:
-        return f"{facts}\n\nno window to rank: each holds position 0 or has no label; label smaller windows"
+        return f"{facts}\n\nno window to rank: each holds position 0 or has no label; label smaller or closer ones"
     headers = ["nats", "pos", "segment", "in context"] if trace else ["nats", "pos", "segment", "trace", "in context"]
     rows = []
     for row in top.itertuples():

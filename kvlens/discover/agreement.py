@@ -2,7 +2,8 @@
 
 1. Per trace, over the tokens that both label (prompt and reasoning; position 0 and what shares a window with it left
    out in both): Spearman of the effects; the share of the top tenth by |effect| of one run that is in the other's (.1
-   is chance); the share of tokens with the same sign among those above both runs' noise floors (.5 is chance).
+   is chance; effects within the noise floor are ties, broken at random); the share of tokens with the same sign among
+   those above both runs' noise floors (.5 is chance).
 2. Over traces: means with bootstrap intervals. Tokens inside a trace are not independent.
 3. What differs between the two runs is said beside the numbers.
 """
@@ -16,11 +17,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvlens.discover.inputs import LEAST_TOKENS, LEAST_TRACES, counted_tokens, is_screened, label_run
+from kvlens.discover.inputs import (
+    LEAST_TOKENS,
+    LEAST_TRACES,
+    counted_tokens,
+    is_screened,
+    label_run,
+    refuse_input_as_output,
+)
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.schemas import AGREEMENT
-from kvlens.stats import over_traces, spearman, top_share
+from kvlens.stats import over_traces, spearman, top_chance
 from kvlens.store import open_run
 
 TOP = 0.1
@@ -48,6 +56,7 @@ def compare_labels(
     runs = [label_run(run, role) for run, role in ((a, "A"), (b, "B"))]
     if runs[0].meta["run_id"] == runs[1].meta["run_id"]:
         raise InputError(f"'{runs[0].path}' and '{runs[1].path}' are the same run", "give two label runs")
+    refuse_input_as_output(out, *(run.path for run in runs))
     screened = [is_screened(run) for run in runs]
     if audit_only and not any(screened):
         raise InputError("neither run was made with a screen, so there is no audit set", "drop --audit-only")
@@ -100,21 +109,23 @@ def _rows(runs: list[Run], tokens: list[dict[str, pd.DataFrame]]) -> tuple[pd.Da
             skipped[trace_id] = f"{len(both)} tokens are labelled in both, and {LEAST_TOKENS} are needed"
             continue
         x, y = (one.set_index("pos").effect_nats.loc[both].to_numpy(dtype=float) for one in pair if one is not None)
-        above = (np.abs(x) > noise[0][trace_id]) & (np.abs(y) > noise[1][trace_id])
-        top_x, top_y = (top_share(np.abs(values), TOP) for values in (x, y))
+        floors = [float(floor[trace_id]) for floor in noise]
+        sizes = [np.where(np.abs(v) > floor, np.abs(v), 0.0) for v, floor in zip((x, y), floors, strict=True)]
+        above = (sizes[0] > 0) & (sizes[1] > 0)
+        top_x, top_y = (top_chance(size, TOP) for size in sizes)
         rows.append(
             {
                 "trace_id": trace_id,
                 "n_tokens": len(both),
                 "n_above_noise": int(above.sum()),
                 "spearman": float(spearman(x[:, None], y)[0]),
-                "top_tenth_overlap": float((top_x & top_y).sum() / top_x.sum()),
+                "top_tenth_overlap": float((top_x * top_y).sum() / top_x.sum()),
                 "sign_agreement": float((np.sign(x) == np.sign(y))[above].mean()) if above.any() else np.nan,
             }
         )
     if not rows:
         first, reason = next(iter((i, skipped[i]) for i in common))
-        raise InputError(f"no trace can be compared, such as {first!r}: {reason}", "label longer traces")
+        raise InputError(f"no trace can be compared, such as {first!r}: {reason}", "label longer or other traces")
     return pd.DataFrame(rows), skipped
 
 
@@ -134,6 +145,13 @@ def _same_tokens(runs: list[Run], trace_id: str) -> None:
     if len(ids) != len(others):
         raise InputError(
             f"{where} has {len(ids)} tokens in '{runs[0].path}' and {len(others)} in '{runs[1].path}'", hint
+        )
+    ends = [int((run.tokens[run.tokens.trace_id == trace_id].segment != "target").sum()) for run in runs]
+    if ends[0] != ends[1]:
+        raise InputError(
+            f"{where}: the target starts at position {ends[0]} in '{runs[0].path}' and at {ends[1]} in "
+            f"'{runs[1].path}'",
+            "compare labels of the same target",
         )
 
 

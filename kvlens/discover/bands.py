@@ -26,7 +26,16 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvlens.discover.clusters import FORMING_LEVEL, Cluster, depths, find_bands, stability
-from kvlens.discover.inputs import LEAST_TOKENS, LEAST_TRACES, Labelled, Pair, halves, read_pair, sources
+from kvlens.discover.inputs import (
+    LEAST_TOKENS,
+    LEAST_TRACES,
+    Labelled,
+    Pair,
+    halves,
+    read_pair,
+    refuse_input_as_output,
+    sources,
+)
 from kvlens.discover.movement import movement, read_bands
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
@@ -70,6 +79,7 @@ def bands(
     Cost: seconds; reads one signal (three for the trend over positions) into memory.
     """
     pair = read_pair(labels, signals, audit_only=audit_only)
+    refuse_input_as_output(out, pair.labels.path, pair.signals_path)
     check_per_layer(pair, signal)
     profile = _profile(pair, signal)
     other = None if compare is None else read_bands(compare)

@@ -15,6 +15,7 @@ Only the signals that are asked for are read: a run holds many, each a number pe
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,11 @@ def read_pair(labels: Run | str | Path, signals: Run | str | Path, *, audit_only
             f"'{path}' is given as SIGNALS, but its schema is '{meta['schema']}'", "give LABELS first, then SIGNALS"
         )
     there, here = meta["model"]["fingerprint"], run.meta["model"]["fingerprint"]
+    if there != here and meta["dtype"] != run.meta["dtype"] and there.split("-")[0] == here.split("-")[0]:
+        raise InputError(
+            f"'{run.path}' is in {run.meta['dtype']} and '{path}' in {meta['dtype']}: other weights, other signals",
+            "observe with the --dtype of the labels",
+        )
     if there != here:
         raise InputError(
             f"'{run.path}' and '{path}' are of different models: fingerprint {here} ({run.meta['model']['name']}) and "
@@ -142,9 +148,15 @@ def read_pair(labels: Run | str | Path, signals: Run | str | Path, *, audit_only
     if not traces:
         first = next(iter(skipped.items()), ("", "the run has none"))
         raise InputError(
-            f"no trace of '{run.path}' can be used, such as {first[0]!r}: {first[1]}", "label longer traces"
+            f"no trace of '{run.path}' can be used, such as {first[0]!r}: {first[1]}", "label longer or other traces"
         )
     return Pair(run, path, meta, {f.name: f for f in schema if _is_signal(f)}, traces, skipped)
+
+
+def refuse_input_as_output(out: str | Path, *inputs: str | Path) -> None:
+    """Nothing; raises InputError where writing `out` would replace one of the runs it is made from."""
+    if same := [path for path in inputs if os.path.realpath(path) == os.path.realpath(out)]:
+        raise InputError(f"'{out}' is to be written, but it holds '{same[0]}', to be read", "give another folder")
 
 
 def label_run(labels: Run | str | Path, role: str) -> Run:

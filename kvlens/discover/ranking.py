@@ -20,7 +20,16 @@ from jaxtyping import Bool, Float
 
 from kvlens.discover.bands import usable_rows
 from kvlens.discover.combine import TOP, best_layer, candidate, combine, folds_of, require_sklearn
-from kvlens.discover.inputs import LEAST_TOKENS, LEAST_TRACES, Labelled, Pair, halves, read_pair, sources
+from kvlens.discover.inputs import (
+    LEAST_TOKENS,
+    LEAST_TRACES,
+    Labelled,
+    Pair,
+    halves,
+    read_pair,
+    refuse_input_as_output,
+    sources,
+)
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.schemas import RANKING, RANKING_TABLES
@@ -51,6 +60,7 @@ def signals(
     Cost: seconds to minutes; reads one signal at a time into memory.
     """
     pair = read_pair(labels, signals, audit_only=audit_only)
+    refuse_input_as_output(out, pair.labels.path, pair.signals_path)
     if not pair.fields:
         raise InputError(f"'{pair.signals_path}' has no signals", "observe some: kvlens observe --signals all")
     require_sklearn()

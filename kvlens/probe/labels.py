@@ -103,7 +103,7 @@ def label(
         schema=LABELS,
         config=as_config(settings),
         input_hash=hash_input(found, everything),
-        seed=seed,
+        seed=settings.seed,
         **facts_of(loaded),
         force=force,
     ) as run:

@@ -166,3 +166,39 @@ def test_a_screened_run_is_compared_by_its_audit_set(tmp_path: Path) -> None:
         compare(a, tmp_path / "b", tmp_path / "out")
     found, _ = compare(a, tmp_path / "b", tmp_path / "out", audit_only=True)
     assert found.agreement.n_tokens.tolist() == [N // 2 - 1]  # odd positions, the last of them is never hidden
+
+
+def test_ties_are_broken_at_random_and_not_by_position(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    sparse = [[np.where(random.random(N) < 0.04, random.normal(size=N), 1e-9) for _ in range(12)] for _ in range(2)]
+    a, b = (made_signals.labels(tmp_path / f"{i}", values) for i, values in enumerate(sparse))
+    run, _ = compare(a, b, tmp_path / "out")
+    prompt = np.full(made_signals.N_PROMPT - 1, 0.01)
+    for number, row in enumerate(run.agreement.itertuples()):
+        x, y = (np.abs(np.r_[prompt, values[number][:-1]]) for values in sparse)
+        k, shared = round(len(x) / 10), []
+        for _ in range(400):
+            tops = [set(np.lexsort((random.random(len(v)), -v))[:k].tolist()) for v in (x, y)]
+            shared.append(len(tops[0] & tops[1]) / k)
+        assert row.top_tenth_overlap == pytest.approx(np.mean(shared), abs=5 * np.std(shared) / 20 + 1e-9)
+
+
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    runs = [kvlens.load(made_signals.labels(tmp_path / name, effects(0))) for name in "ab"]
+    tokens = runs[1].tables["tokens"]
+    first = tokens[tokens.segment == "target"].pos.min()
+    tokens.loc[tokens.pos == first - 1, "segment"] = "target"
+    with pytest.raises(InputError, match="the target starts at position"):
+        kvlens.compare_labels(runs[0], runs[1], tmp_path / "out")
+
+
+@pytest.mark.parametrize("verb", ["bands", "signals", "compare_labels"])
+def test_an_input_is_never_written_over(tmp_path: Path, verb: str) -> None:
+    labels, signals = made_signals.planted(tmp_path)
+    if verb == "compare_labels":
+        signals = made_signals.labels(tmp_path / "other", effects(1))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for out in (labels, signals, tmp_path / "." / Path(labels).name):
+        with pytest.raises(InputError, match="is to be written, but it holds"):
+            getattr(kvlens, verb)(labels, signals, out, force=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -315,7 +315,8 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 
 
 def test_an_interrupt_is_130(tmp_path: Path) -> None:
-    code = "import sys, time, types; from kvlens.cli import app\n"
+    code = "import signal, sys, time, types; from kvlens.cli import app\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job starts with it ignored
     code += "sys.modules['slow'] = types.SimpleNamespace(command=lambda: (print('on', flush=True), time.sleep(60)))\n"
     code += "app.VERBS = (app.Verb('slow', 'slow', ''),); sys.exit(app.main(['slow']))"
     process = subprocess.Popen(

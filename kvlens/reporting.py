@@ -132,8 +132,8 @@ def _legend(scale: float) -> str:
     ticks = "".join(f"<span>{tick}</span>" for tick in (f"≤ −{end}", f"−{half}", "0", f"+{half}", f"≥ +{end}"))
     return f"""<div class="legend"><div class="bar"><span>better without it</span><div class="steps">{steps}</div>
 <span>the target needs it</span><div class="ticks">{ticks}</div></div>
-<div class="keys"><span>Effect in nats: log p(target) with the token minus without it</span>
-<span><span class="sink">position 0</span> attention sink, with its window off the scale</span>
+<div class="keys"><span>Effect in nats (1 nat: a factor of 2.7): log p(target) with the window minus without it</span>
+<span><span class="sink">position 0</span> usually an attention sink; with its window off the scale</span>
 <span>no tint: less than {nats(scale / N_STEPS / 2)[1:]} nats, within the noise, or not labelled</span></div></div>"""
 
 

@@ -60,7 +60,8 @@ def command(
         Literal["epikv"] | None,
         typer.Option(
             "--preset",
-            help="The labels of the EpiKV paper: substitute, windows of 32 at stride 16, flips, right answers only.",
+            help="The labels of the EpiKV paper: substitute, windows of 32 at stride 16, flips, "
+            "right answers only, no prompt.",
         ),
     ] = None,
     target_tokens: Annotated[

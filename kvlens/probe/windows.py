@@ -33,7 +33,9 @@ def list_windows(tokens: Tokens, settings: Settings) -> list[Window]:
         where = "after the prompt in" if settings.skip_prompt else "in"
         raise InputError(
             f"{tokens.trace.id}: no {settings.units or 'window'} to hide {where} its {tokens.n_context} context tokens",
-            "give a longer trace or another unit",
+            "give the trace `spans`, or another unit"
+            if settings.units == "spans"
+            else "give a longer trace or another unit",
         )
     return found
 

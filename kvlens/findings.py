@@ -175,7 +175,7 @@ def _sink(run: Run, trace_id: str | None) -> str:
         return ""
     middle = f" (median of {counted(len(effects), 'trace')})" if len(effects) > 1 else ""
     wide = run.windows[run.windows.window_start == 0].window_end.max() > 1
-    what = "its whole window, which holds an attention sink" if wide else "an attention sink"
+    what = "its whole window, which often holds an attention sink" if wide else "often an attention sink"
     return f"{nats(effects.median())} nats{middle}: {what}, not ranked"
 
 

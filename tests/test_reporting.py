@@ -93,8 +93,8 @@ def test_the_facts_of_one_trace_are_its_own(run: Run) -> None:
     assert findings.summary(other, "<b>")["sink_nats_median"] == 4.5
     assert findings.summary(other, "<b>")["n_traces"] == 1
     assert findings.summary(other)["sink_nats_median"] == 14.0
-    assert findings.facts(other, "<b>")["position 0"] == "+4.50 nats: an attention sink, not ranked"
-    assert findings.facts(other)["position 0"] == "+14.0 nats (median of 2 traces): an attention sink, not ranked"
+    assert findings.facts(other, "<b>")["position 0"] == "+4.50 nats: often an attention sink, not ranked"
+    assert findings.facts(other)["position 0"] == "+14.0 nats (median of 2 traces): often an attention sink, not ranked"
 
 
 def test_a_noise_floor_of_zero_does_not_read_as_not_measured(run: Run) -> None:

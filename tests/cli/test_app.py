@@ -146,7 +146,7 @@ def test_inspect_for_people(capsys: pytest.CaptureFixture[str], labels: Path) ->
     out, err = capsys.readouterr()
     assert err == ""
     assert "made-up (Q4_1, dequantised)" in out
-    assert "+23.5 nats: an attention sink, not ranked" in out
+    assert "+23.5 nats: often an attention sink, not ranked" in out
     header, first, second = out.splitlines()[-5:-2]
     assert header.split() == ["nats", "pos", "segment", "in", "context"]
     assert first.split()[:3] == ["+2.00", "3", "prompt"]

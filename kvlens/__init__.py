@@ -21,7 +21,7 @@ _PUBLIC = {
     "compare_labels": "kvlens.discover.agreement:compare_labels",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",
-    "models": "kvlens.model:cached_models",
+    "models": "kvlens.cached:cached_models",
     "load": "kvlens.loading:load",
     "show": "kvlens.reporting:show",
     "Run": "kvlens.loading:Run",

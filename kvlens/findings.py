@@ -1,9 +1,7 @@
-"""What does a label run say: which windows mattered, and what must a reader know before its numbers?
+"""Which windows of a label run mattered?
 
-1. Rank: the windows by |effect|, with their sign and a few words around each; of windows that overlap only the
-   strongest is listed. Position 0 is an attention sink whose effect says nothing about its text: its window is left
-   out.
-2. Facts: model, intervention, windows, precision and noise, in words and as values.
+The windows by |effect|, with their sign and a few words around each; of windows that overlap only the strongest is
+listed. Position 0 is often an attention sink, whose effect says nothing about its text: its window is left out.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ import pandas as pd
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.schemas import LABELS
-from kvlens.wording import counted
 
 CONTEXT_CHARACTERS = 32
 WINDOW_CHARACTERS = 64
-COLUMNS = ("trace_id", "start", "end", "segment", "effect_nats", "before", "text", "after")
+FLIP_WORDS = {True: "changes", False: "stays", None: ""}  # the model's answer without a window
+COLUMNS = ("trace_id", "start", "end", "segment", "effect_nats", "flipped", "before", "text", "after")
 
 
 def labels_run(run: Run | str | Path) -> Run:
@@ -51,8 +49,9 @@ def tokens_of(run: Run, trace_id: str) -> pd.DataFrame:
 def top_windows(run: Run | str | Path, trace_id: str | None = None, n: int = 20) -> pd.DataFrame:
     """The `n` labelled windows with the largest |effect|, in nats, of one trace or of all; never that of position 0.
 
-    Columns: trace_id, start, end (positions, end exclusive), segment (of its first token), effect_nats, and the text
-    `before`, of (`text`) and `after` the window. A window that overlaps a stronger one is left out.
+    Columns: trace_id, start, end (positions, end exclusive), segment (of its first token), effect_nats, flipped (None
+    where no answers were compared), and the text `before`, of (`text`) and `after` the window. A window that overlaps a
+    stronger one is left out.
 
     Raises: InputError when it is no label run, has no such trace, or `n` is no count.
     """
@@ -67,11 +66,8 @@ def top_windows(run: Run | str | Path, trace_id: str | None = None, n: int = 20)
     ranked = ranked.iloc[np.argsort(-ranked.effect_nats.abs().to_numpy(), kind="stable")]
     texts: dict[str, _Text] = {}
     rows: list[tuple[Any, ...]] = []
-    names = (str(name) for name in ranked.trace_id)
-    edges = zip(
-        names, ranked.window_start.tolist(), ranked.window_end.tolist(), ranked.effect_nats.tolist(), strict=True
-    )
-    for name, start, end, effect in edges:
+    columns = (ranked[name].tolist() for name in ("window_start", "window_end", "effect_nats", "flipped"))
+    for name, start, end, effect, flipped in zip(map(str, ranked.trace_id), *columns, strict=True):
         if len(rows) == n:
             break
         if name not in texts:
@@ -79,8 +75,9 @@ def top_windows(run: Run | str | Path, trace_id: str | None = None, n: int = 20)
         text = texts[name]
         if not text.listed[start:end].any():
             text.listed[start:end] = True
-            rows.append((name, start, end, text.segments[start], effect, *text.around(start, end)))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+            flip = None if pd.isna(flipped) else bool(flipped)
+            rows.append((name, start, end, text.segments[start], effect, flip, *text.around(start, end)))
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"flipped": object})
 
 
 class _Text:
@@ -124,79 +121,9 @@ def positions(start: int, end: int) -> str:
 
 
 def shortened(text: str) -> str:
-    """A window's text with its middle left out where it is long."""
+    """A window's text as a table shows it: its middle left out where it is long."""
+    if not text:
+        return "a later byte of the character before"
     if len(text) <= WINDOW_CHARACTERS:
         return text
     return f"{text[: WINDOW_CHARACTERS // 2]} … {text[-WINDOW_CHARACTERS // 4 :]}"
-
-
-def facts(run: Run, trace_id: str | None = None) -> dict[str, str]:
-    """What a reader must know before a number of this run: model, intervention, windows, precision, noise, sink."""
-    meta, config, traces = run.meta, run.meta["config"], _traces(run, trace_id)
-    model, skipped = meta["model"], len(meta["counts"]["skipped"])
-    width = f"width {config.get('window', '?')}, stride {config.get('stride', '?')}, in tokens"
-    left_out = f", {skipped:,} skipped" if skipped else ""
-    rows = {
-        "model": f"{model['name']}" + (f" ({model['note']})" if model.get("note") else ""),
-        "intervention": ", ".join(sorted(run.windows.intervention.unique())) or str(config.get("intervention", "?")),
-        "windows": f"units: {config['units']}" if config.get("units") else width,
-        "chosen": f"by a gradient screen ({config['screen']}), with an audit sample" if config.get("screen") else "",
-        "lag": f"{config['lag']} tokens after a window's end" if config.get("lag") is not None else "",
-        "filler": str(config.get("filler")) if config.get("intervention") == "substitute" else "",
-        "cells": ", ".join(sorted(run.windows.cells.unique())),
-        "precision": f"{meta['dtype']} on {meta['device']}, attention {meta['attention'] or 'default'}",
-        "noise floor": _noise(traces.noise_nats.dropna()),
-        "traces": f"{len(traces):,}{left_out}",
-        "position 0": _sink(run, trace_id),
-        "made": f"{meta['finished']} with kvlens {meta['versions']['kvlens']}, seed {meta['seed']}",
-    }
-    return {name: value for name, value in rows.items() if value}
-
-
-def _traces(run: Run, trace_id: str | None) -> pd.DataFrame:
-    return run.traces if trace_id is None else run.traces[run.traces.trace_id == trace_id]
-
-
-def _noise(noise: pd.Series) -> str:
-    """How far effects move when only the way of computing them changes."""
-    if noise.empty:
-        return "not measured"
-    if noise.max() == 0:
-        return "0 nats: windows computed a second way came out bit-equal"
-    spread = f"{noise.median():.2g} nats" + (f" (median trace), {noise.max():.2g} (largest)" if len(noise) > 1 else "")
-    return f"{spread}, of windows computed a second way"
-
-
-def _sink(run: Run, trace_id: str | None) -> str:
-    """The effect of the window that holds position 0, which is in no ranking and on no scale."""
-    effects = sink_effects(run)
-    effects = effects if trace_id is None else effects[effects.index == trace_id]
-    if effects.empty:
-        return ""
-    middle = f" (median of {counted(len(effects), 'trace')})" if len(effects) > 1 else ""
-    wide = run.windows[run.windows.window_start == 0].window_end.max() > 1
-    what = "its whole window, which often holds an attention sink" if wide else "often an attention sink"
-    return f"{nats(effects.median())} nats{middle}: {what}, not ranked"
-
-
-def summary(run: Run, trace_id: str | None = None) -> dict[str, Any]:
-    """The same facts as values: of the whole run, or of one of its traces."""
-    meta, config, traces = run.meta, run.meta["config"], _traces(run, trace_id)
-    noise, sinks = traces.noise_nats.dropna(), sink_effects(run)
-    sinks = sinks[sinks.index.isin(traces.trace_id)]
-    return {
-        "path": run.path,
-        "schema": run.schema,
-        "model": {name: meta["model"].get(name) for name in ("name", "note", "fingerprint")},
-        "config": config,
-        "dtype": meta["dtype"],
-        "device": meta["device"],
-        "attention": meta["attention"],
-        "seed": meta["seed"],
-        "n_traces": len(traces),
-        "n_skipped": len(meta["counts"]["skipped"]),
-        "noise_nats": {"median": noise.median(), "max": noise.max()} if len(noise) else None,
-        "sink_nats_median": sinks.median() if len(sinks) else None,
-        "finished": meta["finished"],
-        "kvlens_version": meta["versions"]["kvlens"],
-    }

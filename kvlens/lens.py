@@ -44,12 +44,15 @@ class Evicted:
     log_probs: Float[np.ndarray, " target"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Lens:
     """A model under TransformerLens; `bridge` is its TransformerBridge, for everything this class does not wrap."""
 
     model: Model
     bridge: Any
+
+    def __repr__(self) -> str:
+        return f"<Lens of {self.model.name}: {self.model.n_layers} layers, hooks in lens.bridge.hook_dict>"
 
     def log_probs(self, tokens: Tokens, hooks: Sequence[Hook] = ()) -> Float[np.ndarray, " target"]:
         """Log p of each target token in nats, under these hooks. Cost: one forward pass over the whole trace."""
@@ -72,7 +75,10 @@ class Lens:
     def hiding(
         self, window: tuple[int, int], cut: int, cells: Bool[np.ndarray, "layer head"] | None = None
     ) -> list[Hook]:
-        """Hooks that hide the keys [start, end) from queries at positions >= `cut`, for the bridge's `fwd_hooks`."""
+        """Hooks that hide the keys [start, end) from queries at positions >= `cut`, for the bridge's `fwd_hooks`.
+
+        Both count tokens of the trace; `cells` None is every layer and head.
+        """
         shape = (self.model.n_layers, self.model.n_heads)
         if cells is None:
             cells = np.ones(shape, dtype=bool)

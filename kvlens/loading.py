@@ -18,9 +18,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvlens.disk import disk, sha256_file
+from kvlens.disk import as_path, disk, sha256_file
 from kvlens.errors import InputError
-from kvlens.runstate import STATE, files_of, flaw
+from kvlens.runstate import STATE, files_of, is_intact
 from kvlens.schemas import SCHEMAS, to_pandas
 
 
@@ -68,11 +68,9 @@ def load(run: str | Path | Sequence[str | Path]) -> Run:
     Raises: InputError when a folder is no run, is unfinished, damaged or of an unknown schema, or when stacked runs
         differ in schema.
     """
-    if isinstance(run, (str, Path)):
-        return _load_one(Path(run))
-    if not isinstance(run, Sequence) or isinstance(run, bytes) or not all(isinstance(one, (str, Path)) for one in run):
-        raise InputError(f"loading {run!r} failed: it is no path", "give a run folder, or a list of run folders")
-    return _stack([_load_one(Path(one)) for one in run])
+    if isinstance(run, Sequence) and not isinstance(run, (str, bytes)):
+        return _stack([_load_one(as_path(one, "run")) for one in run])
+    return _load_one(as_path(run, "run"))
 
 
 def _load_one(path: Path) -> Run:
@@ -132,8 +130,10 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise InputError(f"{failed}: schema '{schema}' is not one of {sorted(SCHEMAS)}", hint)
     if status != "complete":
         raise InputError(f"{failed}: the run is not finished", "run its command again: it continues where it stopped")
-    if reason := flaw(meta):
-        raise InputError(f"{failed}: its {STATE} is damaged: {reason}", "restore it, or run its command again")
+    if not is_intact(meta):
+        raise InputError(
+            f"{failed}: its {STATE} was changed since the run wrote it", "restore it, or run its command again"
+        )
     return meta
 
 

@@ -29,7 +29,8 @@ from kvlens.attention import (
     private_cache,
     require_mask,
 )
-from kvlens.builtin import DEFAULT_MODEL, DEFAULT_NOTE, cached_models, default_folder
+from kvlens.builtin import default_folder
+from kvlens.cached import DEFAULT_MODEL, DEFAULT_NOTE
 from kvlens.causal_lm import Model, SelfCheck
 from kvlens.decoding import generate, stop_ids
 from kvlens.errors import EnvironmentLacks, InputError
@@ -45,7 +46,7 @@ from kvlens.forward import (
 )
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
-from kvlens.weights import cache_dir, read_gguf, read_pretrained, recall, refusals, remember, stamp
+from kvlens.weights import read_gguf, read_pretrained, recall, refusals, remember, stamp
 from kvlens.wording import extra
 
 __all__ = [
@@ -56,10 +57,8 @@ __all__ = [
     "attention_modules",
     "attention_override",
     "blocks",
-    "cache_dir",
     "cache_from",
     "cache_layers",
-    "cached_models",
     "check_ids",
     "doctor_facts",
     "generate",

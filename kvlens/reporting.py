@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from kvlens.disk import LOCK, write_whole
+from kvlens.disk import LOCK, as_path, write_whole
 from kvlens.errors import InputError
+from kvlens.facts import facts
 from kvlens.findings import (
+    FLIP_WORDS,
     beside_sink,
-    facts,
     labels_run,
     nats,
     positions,
@@ -44,15 +45,16 @@ def inspect(
     Raises: InputError when it is no finished labels run, has no such trace, or `n` is no count.
     """
     run = labels_run(run)
-    if html is not None:
-        _refuse_own_file(run, html)
+    file = None if html is None else as_path(html, "html")
+    if file is not None:
+        _refuse_own_file(run, file)
     table = top_windows(run, trace, n)
-    if html is not None:  # a path that is no UTF-8 is shown with its bytes spelt out
-        write_whole(Path(html), page(run, None if trace is None else [trace]).encode("utf-8", "backslashreplace"))
+    if file is not None:  # a path that is no UTF-8 is shown with its bytes spelt out
+        write_whole(file, page(run, None if trace is None else [trace]).encode("utf-8", "backslashreplace"))
     return table
 
 
-def _refuse_own_file(run: Run, html: str | Path) -> None:
+def _refuse_own_file(run: Run, html: Path) -> None:
     """Nothing, unless the page would replace a file of the run itself."""
     target = Path(os.path.realpath(html))
     of_a_run = target.name in (STATE, LOCK) or target.suffix == ".parquet"
@@ -69,9 +71,7 @@ def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:
     scale = _scale(run, pd.concat([tokens_of(run, trace_id) for trace_id in ids])) if ids else 0.0
     about = facts(run, ids[0] if len(ids) == 1 else None)
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{_shown(value)}</dd>" for name, value in about.items())
-    sections = "\n".join(
-        _section(run, trace_id, scale, f"t{number}", len(ids) == 1) for number, trace_id in enumerate(ids)
-    )
+    sections = "\n".join(_section(run, trace_id, scale, f"t{number}") for number, trace_id in enumerate(ids))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>kvlens: {_shown(Path(run.path).name)}</title>
@@ -108,7 +108,7 @@ class View:
         about = facts(self.run)
         line = ", ".join(about[name] for name in ("model", "intervention", "precision"))
         head = f'<style>{style_sheet()}</style><div class="soft">{_shown(line)}</div>{_legend(scale)}'
-        return f'<div class="kvlens">{head}{_section(self.run, self.trace_id, scale, "", True)}</div>'
+        return f'<div class="kvlens">{head}{_section(self.run, self.trace_id, scale, "")}</div>'
 
     def __repr__(self) -> str:
         top = top_windows(self.run, self.trace_id, 10)
@@ -148,7 +148,7 @@ def _contents(run: Run, ids: list[str]) -> str:
     return f'<nav aria-label="Traces"><h2>Traces</h2><ol>{"".join(items)}</ol></nav>'
 
 
-def _section(run: Run, trace_id: str, scale: float, anchor: str, open_table: bool) -> str:
+def _section(run: Run, trace_id: str, scale: float, anchor: str) -> str:
     """One trace: its numbers, its text by segment, its top tokens."""
     tokens = tokens_of(run, trace_id).sort_values("pos")
     tokens = tokens.assign(apart=beside_sink(run, tokens))
@@ -164,9 +164,7 @@ def _section(run: Run, trace_id: str, scale: float, anchor: str, open_table: boo
         pieces.append(f'<div class="piece {escape(segment)}"><div class="soft">{escape(segment)}</div>')
         pieces.append(f'<div class="tokens">{spans}</div></div>')
     head = f'<h2>{_shown(trace_id)}</h2><div class="soft">{escape("; ".join(numbers))}</div>'
-    return (
-        f'<section id="{anchor}">{head}{"".join(pieces)}{_top_table(run, trace_id, scale, noise, open_table)}</section>'
-    )
+    return f'<section id="{anchor}">{head}{"".join(pieces)}{_top_table(run, trace_id, scale, noise)}</section>'
 
 
 def _spans(tokens: pd.DataFrame, scale: float, noise: float) -> Iterator[str]:
@@ -181,19 +179,24 @@ def _spans(tokens: pd.DataFrame, scale: float, noise: float) -> Iterator[str]:
         yield f'<span{f" class={name}" if name else ""} title="{title}">{text}</span>'
 
 
-def _top_table(run: Run, trace_id: str, scale: float, noise: float, opened: bool) -> str:
+def _top_table(run: Run, trace_id: str, scale: float, noise: float) -> str:
     """The ten windows with the largest |effect|, for reading without colour."""
     rows = []
-    for row in top_windows(run, trace_id, 10).itertuples():
+    top = top_windows(run, trace_id, 10)
+    flips = bool(top.flipped.notna().any())
+    for row in top.itertuples():
         tint = step_class(step(row.effect_nats, scale, noise))
         mark = f'<mark class="{tint}">{_shown(shortened(row.text))}</mark>'
         context = f"{_shown(row.before)}{mark}{_shown(row.after)}"
         cells = (
             f'<td class="number">{nats(row.effect_nats)}</td><td class="number">{positions(row.start, row.end)}</td>'
         )
+        if flips:
+            cells += f"<td>{FLIP_WORDS[row.flipped]}</td>"
         rows.append(f'<tr>{cells}<td>{escape(row.segment)}</td><td class="context">{context}</td></tr>')
     if not rows:
         return ""
-    head = '<th class="number">nats</th><th class="number">position</th><th>segment</th><th>in context</th>'
-    return f"""<details{" open" if opened else ""}><summary>Where it mattered most</summary>
+    answer = "<th>answer</th>" if flips else ""
+    head = f'<th class="number">nats</th><th class="number">position</th>{answer}<th>segment</th><th>in context</th>'
+    return f"""<details open><summary>Where it mattered most</summary>
 <table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></details>"""

@@ -1,6 +1,7 @@
 """What `run.json` says of a folder: is it empty, this run, another run, or no run at all?
 
-1. Read: a folder that holds files but no state of ours is never touched.
+1. Read: a folder that holds files but no state of ours is never touched. A state carries a seal over its values: one
+   that was edited by hand says something that no run measured, and is refused.
 2. Compare: schema, configuration, model fingerprint, input hash, seed and dtype make a run; versions, device and time
    do not.
 3. Begin or go on: the state of a run that starts, or of one that is continued.
@@ -8,38 +9,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kvlens.disk import LOCK, TEMPORARY, disk
+from kvlens.disk import LOCK, TEMPORARY, as_path, disk
 from kvlens.errors import InputError
 from kvlens.provenance import now, versions
-from kvlens.schemas import DOCUMENTS, SCHEMAS
 
 STATE = "run.json"
-# What every `run.json` holds, and what a finished one holds besides; each is read somewhere without a second look.
-ALWAYS: dict[str, type | tuple[type, ...]] = {
-    "run_id": str,
-    "config": dict,
-    "model": dict,
-    "model.name": str,
-    "model.fingerprint": str,
-    "input_hash": str,
-    "seed": int,
-    "dtype": str,
-    "device": str,
-    "attention": str,
-    "versions": dict,
-    "versions.kvlens": str,
-    "wall_seconds": (int, float),
-    "counts": dict,
-    "counts.skipped": list,
-    "events": list,
-}
-FINISHED: dict[str, type | tuple[type, ...]] = {"tables": dict, "finished": str}
 
 
 def held_state(path: Path) -> dict[str, Any] | None:
@@ -56,52 +36,35 @@ def held_state(path: Path) -> dict[str, Any] | None:
         text = (path / STATE).read_bytes()
     try:
         state = json.loads(text)
-        ours = state["schema"].startswith("kvlens.") and state["run_id"] and state["status"] in ("running", "complete")
-        if ours and not flaw(state):
-            return dict(state)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        if isinstance(state, dict) and is_intact(state):
+            return state
+    except (ValueError, RecursionError):
         pass
-    raise InputError(f"'{path}' is no kvlens run: its {STATE} was not written by kvlens or is damaged", refusal)
+    raise InputError(f"'{path}' is no kvlens run: its {STATE} was not written by kvlens, or changed since", refusal)
 
 
-def flaw(state: dict[str, Any]) -> str:
-    """What a `run.json` of ours lacks or holds of the wrong kind, in words; empty where nothing is wrong."""
-    finished = state.get("status") == "complete"
-    wanted = ALWAYS | FINISHED if finished else ALWAYS
-    for name, kind in wanted.items():
-        value: Any = state
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(value, kind):
-            return f"'{name}' is missing or of the wrong kind"
-    if not isinstance(state.get("documents", {}), dict):
-        return "'documents' is of the wrong kind"
-    if not finished:
-        return ""
-    schema = state["schema"]
-    return _flaw_of_files("table", state["tables"], SCHEMAS.get(schema)) or _flaw_of_files(
-        "document", state.get("documents", {}), DOCUMENTS.get(schema, () if schema in SCHEMAS else None)
-    )
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with its `seal`, the SHA-256 of all else in it."""
+    rest = {name: value for name, value in state.items() if name != "seal"}
+    text = json.dumps(rest, sort_keys=True, allow_nan=False)
+    return rest | {"seal": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _flaw_of_files(kind: str, files: dict[str, Any], known: Collection[str] | None) -> str:
-    """What is wrong with what a finished run says of its tables or documents; `known` None allows any name."""
-    for name, facts in files.items():
-        if known is not None and name not in known:
-            return f"its schema has no {kind} '{name}'"
-        if (
-            not isinstance(facts, dict)
-            or type(facts.get("bytes")) is not int
-            or not isinstance(facts.get("sha256"), str)
-        ):
-            return f"the size or checksum of {kind} '{name}' is missing or of the wrong kind"
-    return ""
+def is_intact(state: dict[str, Any]) -> bool:
+    """Whether a `run.json` is as kvlens wrote it; what reads it need then not look twice at any value."""
+    try:
+        return bool(sealed(state)["seal"] == state.get("seal"))
+    except (ValueError, RecursionError):  # NaN, which json reads and never wrote; nesting without end
+        return False
 
 
 def refuse_other_folder(path: str | Path) -> None:
     """Nothing; raises InputError where `path` holds what kvlens did not write: asked before long work begins."""
-    if Path(path).is_dir():
-        held_state(Path(path))
+    folder = as_path(path, "output")
+    with disk(f"reading '{folder}'"):
+        there = folder.is_dir()
+    if there:
+        held_state(folder)
 
 
 def start_afresh(path: Path, held: dict[str, Any], wanted: dict[str, Any], force: bool) -> bool:

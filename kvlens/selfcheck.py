@@ -34,11 +34,12 @@ from kvlens.attention import (
     new_cache,
     private_cache,
 )
+from kvlens.cached import cache_dir
 from kvlens.causal_lm import Model, SelfCheck
 from kvlens.errors import ModelRefused
 from kvlens.forward import logits, wrap
 from kvlens.provenance import versions
-from kvlens.weights import cache_dir, recall, remember
+from kvlens.weights import recall, remember
 
 N_PREFIX, N_TOKENS = 16, 24
 HIDDEN = slice(12, 16)

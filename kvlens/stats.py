@@ -93,19 +93,21 @@ def correlation(
     return np.asarray(np.clip(found, -1.0, 1.0))
 
 
-def top_share(values: Float[np.ndarray, " pos"], share: float) -> Bool[np.ndarray, " pos"]:
-    """True for the `share` of the values that are largest, at least one; of equal ones the first."""
-    top = np.zeros(len(values), dtype=bool)
-    top[np.argsort(-values, kind="stable")[: max(1, round(share * len(values)))]] = True
-    return top
-
-
 def top_chance(values: Float[np.ndarray, " pos"], share: float) -> Float[np.ndarray, " pos"]:
     """The chance of each value to be in the top `share` (at least one value) where ties are broken at random."""
     n_top = max(1, round(share * len(values)))
     edge = np.sort(values)[::-1][n_top - 1]
     above, tied = values > edge, values == edge
     return np.where(above, 1.0, np.where(tied, (n_top - above.sum()) / tied.sum(), 0.0))
+
+
+def top_share(values: Float[np.ndarray, " pos"], share: float) -> Bool[np.ndarray, " pos"]:
+    """True for the top `share`; equal values (tokens of one window) are in it together, where half of them have room.
+
+    The largest value is always in; none is where all are equal: nothing then tells the top from the rest.
+    """
+    largest = values == values.max()
+    return np.asarray((top_chance(values, share) >= 0.5) | largest) & (not largest.all())
 
 
 def auc(scores: Float[np.ndarray, "pos layer"], truth: Bool[np.ndarray, " pos"]) -> Float[np.ndarray, " layer"]:

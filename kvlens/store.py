@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvlens.disk import TEMPORARY, Damaged, Lock, disk, read_sealed, sha256_file, write_sealed, write_whole
+from kvlens.disk import TEMPORARY, Damaged, Lock, as_path, disk, read_sealed, sha256_file, write_sealed, write_whole
 from kvlens.errors import EnvironmentLacks, InputError, KvlensError
 from kvlens.provenance import now, plain
-from kvlens.runstate import STATE, check_files, continued, fresh, held_state, start_afresh
+from kvlens.runstate import STATE, check_files, continued, fresh, held_state, sealed, start_afresh
 from kvlens.schemas import DOCUMENTS, SCHEMAS, table_schema, to_arrow, to_pandas
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def open_run(
     """
     if type(force) is not bool or type(seed) is not int or seed < 0:
         raise InputError(f"seed {seed!r} or force {force!r} is of the wrong kind", "give a seed from 0 on, and a bool")
-    path = Path(out)
+    path = as_path(out, "output")
     facts = {"schema": schema, "config": config, "model": model, "input_hash": input_hash, "seed": seed, "dtype": dtype}
     wanted = plain({**facts, "device": device, "attention": attention})
     with disk(f"creating '{path}'"):
@@ -270,6 +270,7 @@ class RunFolder:
     def _save(self) -> None:
         self._saved = time.monotonic()
         self.state["wall_seconds"] = round(self._wall_before + self._saved - self._started, 3)
+        self.state = sealed(self.state)
         write_whole(self.path / STATE, json.dumps(self.state, indent=1, allow_nan=False).encode() + b"\n")
 
 

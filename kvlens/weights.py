@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 import transformers
 from tokenizers import pre_tokenizers
@@ -27,21 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from kvlens.cached import cache_dir
 from kvlens.disk import Damaged, read_sealed, write_sealed
 from kvlens.errors import EnvironmentLacks, InputError, KvlensError, ModelRefused
 
 WEIGHT_FILES = (".safetensors", ".bin", ".gguf")
 # Buffers that older checkpoints keep and that are made anew from the config.
 _REMADE = re.compile(r"(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias|position_ids)$")
-
-
-def cache_dir() -> Path:
-    """The cache folder: `$KVLENS_CACHE`, else the platform's user cache folder for kvlens; not created here."""
-    folder = os.environ.get("KVLENS_CACHE") or platformdirs.user_cache_dir("kvlens")
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError as error:  # ~name of a user there is not
-        raise EnvironmentLacks(f"the cache folder '{folder}' leads nowhere: {error}", "set $KVLENS_CACHE") from error
 
 
 def recall(key: str) -> Any:

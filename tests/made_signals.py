@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from kvlens.discover.simulate import Simulated, simulate
 from kvlens.provenance import now, plain
-from kvlens.runstate import fresh
+from kvlens.runstate import fresh, sealed
 from kvlens.schemas import SIGNALS
 
 N_PROMPT, N_TARGET = 6, 3
@@ -113,7 +113,7 @@ def write(out: Path, table: pa.Table, **changes: Any) -> None:
         "attention": "",
     }
     state = fresh(identity | changes) | {"status": "complete", "finished": now(), "tables": {"signals": facts}}
-    (out / "run.json").write_text(json.dumps(plain(state)))
+    (out / "run.json").write_text(json.dumps(sealed(plain(state))))
 
 
 def edit(run: Path, change: Any) -> Path:

@@ -22,7 +22,8 @@ from test_weights import write_gguf
 from tiny import llama
 
 from kvlens import builtin
-from kvlens.builtin import MANIFEST, cached_models, default_folder, is_whole
+from kvlens.builtin import default_folder, is_whole
+from kvlens.cached import MANIFEST, cached_models
 from kvlens.disk import sha256_file
 from kvlens.errors import EnvironmentLacks
 

@@ -34,7 +34,7 @@ def test_import_kvlens_is_light() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["inspect", "--help"], ["observe", "--help"], ["doctor", "--help"], ["no-such-verb"]],
+    [["--help"], ["--version"], ["inspect", "--help"], ["doctor", "--help"], ["no-such-verb"], ["models"]],
 )
 def test_help_and_usage_errors_are_light(words: list[str]) -> None:
     assert not modules_after(f"from kvlens.cli.app import main; main({words!r})") & HEAVY

@@ -12,7 +12,7 @@ import made_runs
 import numpy as np
 import pytest
 
-from kvlens import findings, reporting
+from kvlens import facts, findings, reporting
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.page_style import DARK, LIGHT, N_STEPS, colours, step, step_class, style_sheet, visible
@@ -80,7 +80,7 @@ def test_a_wide_window_is_one_row_and_of_overlapping_ones_the_strongest_is_liste
     assert top.text[0] == "".join(tokens.iloc[4:8])
     assert top.before[0] == "".join(tokens.iloc[:4])[-findings.CONTEXT_CHARACTERS :]
     assert "4–7" in reporting.page(wide, ["apples"])
-    assert findings.facts(wide)["position 0"].startswith("+30.0 nats: its whole window")
+    assert facts.facts(wide)["position 0"].startswith("+30.0 nats: its whole window")
 
 
 def test_only_the_sinks_window_leaves_nothing_to_rank(run: Run) -> None:
@@ -90,17 +90,17 @@ def test_only_the_sinks_window_leaves_nothing_to_rank(run: Run) -> None:
 def test_the_facts_of_one_trace_are_its_own(run: Run) -> None:
     sinks = run.windows.effect_nats.where((run.windows.window_start > 0) | (run.windows.trace_id != "<b>"), 4.5)
     other = Run(run.path, run.meta, run.tables | {"windows": run.windows.assign(effect_nats=sinks)})
-    assert findings.summary(other, "<b>")["sink_nats_median"] == 4.5
-    assert findings.summary(other, "<b>")["n_traces"] == 1
-    assert findings.summary(other)["sink_nats_median"] == 14.0
-    assert findings.facts(other, "<b>")["position 0"] == "+4.50 nats: often an attention sink, not ranked"
-    assert findings.facts(other)["position 0"] == "+14.0 nats (median of 2 traces): often an attention sink, not ranked"
+    assert facts.summary(other, "<b>")["sink_nats_median"] == 4.5
+    assert facts.summary(other, "<b>")["n_traces"] == 1
+    assert facts.summary(other)["sink_nats_median"] == 14.0
+    assert facts.facts(other, "<b>")["position 0"] == "+4.50 nats: often an attention sink, not ranked"
+    assert facts.facts(other)["position 0"] == "+14.0 nats (median of 2 traces): often an attention sink, not ranked"
 
 
 def test_a_noise_floor_of_zero_does_not_read_as_not_measured(run: Run) -> None:
     for value, words in ((0.0, "bit-equal"), (np.nan, "not measured"), (3e-6, "3e-06 nats (median trace)")):
         traces = run.traces.assign(noise_nats=value)
-        assert words in findings.facts(Run(run.path, run.meta, run.tables | {"traces": traces}))["noise floor"]
+        assert words in facts.facts(Run(run.path, run.meta, run.tables | {"traces": traces}))["noise floor"]
 
 
 @pytest.mark.parametrize("n", [0, -3])
@@ -277,7 +277,7 @@ def test_inspect_is_the_table_and_writes_the_page(tmp_path: Path, run: Run) -> N
     table = reporting.inspect(tmp_path / "run", trace="apples", n=2, html=tmp_path / "page.html")
     assert list(table.start) == [3, 7]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == reporting.page(run, ["apples"])
-    assert json.dumps(findings.summary(run))
+    assert json.dumps(facts.summary(run))
 
 
 @pytest.mark.parametrize("name", ["run.json", "tokens.parquet", "new.parquet", ".lock", "../link/run.json"])
@@ -308,7 +308,65 @@ def test_a_page_replaces_no_file_that_is_none(run: Run, tmp_path: Path) -> None:
 
 def test_the_facts_say_how_windows_were_chosen_and_filled(run: Run) -> None:
     config = run.meta["config"] | {"screen": "auto", "lag": 3}
-    found = findings.facts(Run(run.path, run.meta | {"config": config}, run.tables))
+    found = facts.facts(Run(run.path, run.meta | {"config": config}, run.tables))
     assert "gradient screen (auto)" in found["chosen"]
     assert found["lag"] == "3 tokens after a window's end"
-    assert not {"chosen", "lag", "filler"} & set(findings.facts(run))
+    assert not {"chosen", "lag", "filler"} & set(facts.facts(run))
+
+
+def with_results(run: Run, config: dict[str, object], results: dict[str, object]) -> Run:
+    meta = run.meta | {"config": run.meta["config"] | config, "results": results}
+    return Run(run.path, meta, run.tables)
+
+
+def test_flips_are_told_in_facts_table_and_page(run: Run) -> None:
+    starts = run.windows.window_start.to_numpy()
+    flipped = [
+        None if name == "<b>" else bool(start == 3) for name, start in zip(run.windows.trace_id, starts, strict=True)
+    ]
+    windows = run.windows.assign(flipped=np.array(flipped, dtype=object)).astype({"flipped": "boolean"})
+    ways = {"apples": {"compared": "texts", "full_answer": "red"}, "<b>": {"compared": "nothing", "full_answer": ""}}
+    seen = with_results(Run(run.path, run.meta, run.tables | {"windows": windows}), {"flips": True}, {"flips": ways})
+    n_windows = int((run.windows.trace_id == "apples").sum())
+    assert facts.summary(seen)["flips"] == {
+        "n_flipped": 1, "n_compared": n_windows, "compared": {"texts": 1, "nothing": 1}
+    }  # fmt: skip
+    words = facts.facts(seen)["flips"]
+    assert words.startswith(f"1 of {n_windows} windows change the model's answer")
+    assert "its whole text in 1 trace" in words
+    assert "none compared in 1 trace" in words
+    assert facts.facts(seen, "apples")["flips"].endswith("where it states no answer")
+    assert list(findings.top_windows(seen, "apples", n=2).flipped) == [True, False]
+    assert findings.top_windows(seen, "<b>", n=1).flipped[0] is None
+    page = reporting.page(seen, ["apples"])
+    assert page.count("<td>changes</td>") == 1
+    assert "<td>changes</td>" not in reporting.page(run, ["apples"])
+    assert "<th>answer</th>" not in reporting.page(run, ["apples"])
+    assert facts.summary(run)["flips"] is None
+
+
+def test_the_screen_and_the_random_sets_report_themselves(run: Run) -> None:
+    def screened(recall: float) -> dict[str, float]:
+        return {"n_windows": 50, "n_top": 10, "n_audit": 5, "recall": recall, "recall_low": recall - 0.2}
+
+    sets = {"n_subsets": 20, "r2": 0.5, "rank_agreement": None, "alpha": 1.0}
+    results = {"screen": {"apples": screened(1.0), "<b>": screened(0.9)}, "subsets": {"apples": sets, "<b>": sets}}
+    found = with_results(run, {"screen": 0.2}, results)
+    assert facts.summary(found)["screen"]["n_measured"] == 30
+    assert facts.summary(found, "<b>")["screen"]["recall_least"] == 0.9
+    words = facts.facts(found)["chosen"]
+    assert "30 of 100 windows measured" in words
+    assert "0.95 by the audit (at least 0.75), least of a trace 0.90" in words
+    assert "40 in 2 traces" in facts.facts(found)["random sets"]
+    assert "R² 0.50" in facts.facts(found)["random sets"]
+    few = {"apples": {"n_subsets": 3, "r2": None, "rank_agreement": None, "reason": "3 sets a trace are too few"}}
+    assert facts.facts(with_results(run, {}, {"subsets": few}))["random sets"].endswith("3 sets a trace are too few")
+
+
+def test_the_facts_say_what_was_left_out_and_name_a_skipped_trace(run: Run) -> None:
+    config = run.meta["config"] | {"chat": True, "only_correct": True, "skip_prompt": True}
+    counts = run.meta["counts"] | {"skipped": [{"id": "sum", "reason": "no answer"}, {"id": "b", "reason": "none"}]}
+    found = facts.facts(Run(run.path, run.meta | {"config": config, "counts": counts}, run.tables))
+    assert found["prompt"] == "in the model's chat format"
+    assert found["left out"] == "traces without a right answer, windows of the prompt"
+    assert found["traces"].endswith("2 skipped (sum: no answer; …)")

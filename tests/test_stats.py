@@ -106,10 +106,20 @@ def test_auc_is_the_share_of_pairs_in_order(scores: np.ndarray, seed: int) -> No
         assert area == pytest.approx(roc_auc_score(truth, column), abs=1e-12)
 
 
-def test_top_share_takes_the_largest_and_of_equal_ones_the_first() -> None:
+def test_top_share_takes_the_largest_and_equal_ones_together() -> None:
     values = np.array([1.0, 5, 3, 5, 5, 2, 0, 0, 0, 0])
-    assert np.flatnonzero(stats.top_share(values, 0.2)).tolist() == [1, 3]
-    assert np.flatnonzero(stats.top_share(values, 0.01)).tolist() == [1]
+    assert np.flatnonzero(stats.top_share(values, 0.2)).tolist() == [1, 3, 4]
+    assert np.flatnonzero(stats.top_share(values, 0.01)).tolist() == [1, 3, 4]
+    assert np.flatnonzero(stats.top_share(values, 0.4)).tolist() == [1, 2, 3, 4]
+    assert np.flatnonzero(stats.top_share(np.array([3.0, 2, 2, 2, 0]), 0.4)).tolist() == [0]  # room for one of three
+    assert np.flatnonzero(stats.top_share(np.array([3.0, 2, 2, 2, 0]), 0.6)).tolist() == [0, 1, 2, 3]
+    assert not stats.top_share(np.full(10, 2.0), 0.1).any()
+
+
+def test_top_share_does_not_depend_on_the_order() -> None:
+    values = np.random.default_rng(0).integers(0, 12, 60).astype(float)
+    order = np.random.default_rng(1).permutation(60)
+    np.testing.assert_array_equal(stats.top_share(values[order], 0.1), stats.top_share(values, 0.1)[order])
 
 
 def test_intervals_are_percentiles_of_means_over_resampled_traces() -> None:

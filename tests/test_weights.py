@@ -19,9 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedTo
 from transformers.utils import logging as transformers_logging
 
 from kvlens import weights
+from kvlens.cached import cache_dir
 from kvlens.errors import EnvironmentLacks, InputError, ModelRefused
 from kvlens.model import load
-from kvlens.weights import cache_dir, quiet, read_gguf, read_pretrained, recall, refusals, remember, stamp
+from kvlens.weights import quiet, read_gguf, read_pretrained, recall, refusals, remember, stamp
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 

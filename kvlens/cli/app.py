@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = DEBUG in words
     words = [word for word in words if word != DEBUG] or ["--help"]
     try:
-        code = _build(words)(words, prog_name="kvlens", standalone_mode=False)
+        with output.telling_log("--quiet" in words):
+            code = _build(words)(words, prog_name="kvlens", standalone_mode=False)
         output.flush()
     except SystemExit:  # typer's answer to a reader that closed the pipe while it printed help
         output.drop_stdout()
@@ -114,7 +115,11 @@ def _explain(error: BaseException) -> tuple[int, str, str]:
         return error.exit_code, error.message, error.hint
     if isinstance(error, typer.TyperException):
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "kvlens"
-        return 2, _one_line(error.format_message()), f"{command} --help lists what it takes"
+        return (
+            2,
+            _one_line(error.format_message()).replace("Value error, ", ""),
+            f"{command} --help lists what it takes",
+        )
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED, "", ""
     if isinstance(error, MemoryError) or _is_out_of_memory(error):

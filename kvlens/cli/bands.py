@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvlens.cli import options
-from kvlens.cli.output import Output, interval, number, table
+from kvlens.cli.output import Output, columns, interval, number, table
 
 
 def command(
@@ -46,12 +46,12 @@ def _text(path: str, found: dict[str, Any]) -> str:
         "traces": f"{found['n_traces']:,} ({found['n_discover']:,} to discover, {found['n_confirm']:,} to confirm), "
         f"{found['n_tokens']:,} tokens{skipped}",
     }
-    lines = [f"{name.ljust(12)}  {value}" for name, value in facts.items()]
+    lines = [columns(facts)]
     if found["bands"]:
         lines += ["", table(*_table(found["bands"]), right=(2, 3)), ""]
-    lines += [f"{'verdict'.ljust(12)}  {found['verdict']}: {found['reason']}"]
+    lines += [columns({"verdict": f"{found['verdict']}: {found['reason']}"})]
     lines += [_moved(move, found["compare"]["other"]["path"]) for move in found.get("compare", {}).get("moves", [])]
-    return "\n".join([*lines, f"{'run'.ljust(12)}  {path}"])
+    return "\n".join([*lines, columns({"run": path})])
 
 
 def _table(bands: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

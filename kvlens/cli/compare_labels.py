@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvlens.cli import options
-from kvlens.cli.output import Output, interval, number, table
+from kvlens.cli.output import Output, columns, interval, number, table
 
 NAMES = {
     "spearman": "rank agreement (Spearman)",
@@ -37,13 +37,17 @@ def command(
 def _text(path: str, found: dict[str, Any]) -> str:
     few = ", too few to trust the intervals" if found["few_traces"] else ""
     skipped = f", {found['n_skipped']:,} left out" if found["n_skipped"] else ""
-    lines = [f"{'a'.ljust(12)}  {found['a']}", f"{'b'.ljust(12)}  {found['b']}"]
-    for name, values in found["differences"].items():
-        lines.append(f"{'differ in'.ljust(12)}  {name}: {values['a']} and {values['b']}")
-    lines.append(f"{'traces'.ljust(12)}  {found['n_traces']:,}, {found['n_tokens']:,} tokens in both{skipped}{few}")
+    differ = [f"{name}: {values['a']} and {values['b']}" for name, values in found["differences"].items()]
+    facts = {
+        "a": found["a"],
+        "b": found["b"],
+        "differ in": "; ".join(differ) or "nothing that run.json tells",
+        "traces": f"{found['n_traces']:,}, {found['n_tokens']:,} tokens in both{skipped}{few}",
+    }
+    lines = [columns(facts)]
     rows = []
     for name, words in NAMES.items():
         value = found[name]
         rows.append([words, number(value["mean"], ".2f") or "undefined", interval(value["low"], value["high"], ".2f")])
     lines += ["", table(["agreement", "mean", "95 % interval"], rows, right=(1,)), ""]
-    return "\n".join([*lines, f"{'run'.ljust(12)}  {path}"])
+    return "\n".join([*lines, columns({"run": path})])

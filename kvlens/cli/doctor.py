@@ -12,7 +12,8 @@ from kvlens.wording import size
 
 def command(json: options.Json = False, quiet: options.Quiet = False) -> None:
     """Report versions, device, attention backends, the cache folder and whether hooks bite."""
-    from kvlens.model import cache_dir, doctor_facts
+    from kvlens.cached import cache_dir
+    from kvlens.model import doctor_facts
 
     facts = doctor_facts()
     Output(json, quiet).answer(facts, text=columns(dict(_lines(facts))), paths=[cache_dir()])

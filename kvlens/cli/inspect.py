@@ -28,10 +28,11 @@ def command(
 ) -> None:
     """List the windows of text that mattered most in a label run; with --html also write them as a page."""
     from kvlens import findings, reporting
+    from kvlens.facts import summary
 
     run = findings.labels_run(path)
     top = reporting.inspect(run, trace=trace, n=n, html=html)
-    document = {**findings.summary(run, trace), "windows": top.to_dict("records"), "html": html}
+    document = {**summary(run, trace), "windows": top.to_dict("records"), "html": html}
     text = f"{_text(run, top, trace)}\n\nrun   {path}"
     if html is not None:
         text += f"\npage  {html.resolve().as_uri()}"
@@ -40,16 +41,18 @@ def command(
 
 def _text(run: Run, top: pd.DataFrame, trace: str | None) -> str:
     """The run's facts and the table of windows in their context."""
-    from kvlens import findings
+    from kvlens import facts, findings
     from kvlens.page_style import visible
 
-    facts = columns({name: visible(value) for name, value in findings.facts(run, trace).items()})
+    known = columns({name: visible(value) for name, value in facts.facts(run, trace).items()})
     if top.empty:
-        return f"{facts}\n\nno window to rank: each holds position 0 or has no label; label smaller or closer ones"
-    headers = ["nats", "pos", "segment", "in context"] if trace else ["nats", "pos", "segment", "trace", "in context"]
+        return f"{known}\n\nno window to rank: each holds position 0 or has no label; label smaller or closer ones"
+    flips = ["answer"] if top.flipped.notna().any() else []
+    headers = ["nats", "pos", *flips, "segment", *([] if trace else ["trace"]), "in context"]
     rows = []
     for row in top.itertuples():
         context = f"{visible(row.before)}[{visible(findings.shortened(row.text))}]{visible(row.after)}"
-        where = [findings.nats(row.effect_nats), findings.positions(row.start, row.end), row.segment]
-        rows.append([*where, context] if trace else [*where, visible(row.trace_id), context])
-    return f"{facts}\n\n{table(headers, rows, right=(0, 1))}"
+        where = [findings.nats(row.effect_nats), findings.positions(row.start, row.end)]
+        where += [findings.FLIP_WORDS[row.flipped]] if flips else []
+        rows.append([*where, row.segment, *([] if trace else [visible(row.trace_id)]), context])
+    return f"{known}\n\n{table(headers, rows, right=(0, 1))}"

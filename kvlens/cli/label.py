@@ -11,7 +11,7 @@ from kvlens.cli.output import Output, columns
 
 
 def command(
-    traces: Annotated[str, typer.Argument(metavar="TRACES", help="A .jsonl, .parquet or .txt file, or hf:NAME.")],
+    traces: options.Traces,
     out: options.Out,
     model: options.Model = "smollm2-135m",
     intervention: Annotated[
@@ -95,7 +95,7 @@ def command(
             "sample; auto widens it.",
         ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the model's chat template.")] = False,
+    chat: options.Chat = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention: options.Attention = "auto",
@@ -119,10 +119,10 @@ def command(
             chat=chat or None, device=device, dtype=dtype, attention=attention, seed=seed, limit=limit,
             beyond_context=beyond_context or None, force=force, progress=tick, note=say.note,
         )  # fmt: skip
-    from kvlens import findings
+    from kvlens.facts import facts, summary
 
-    document = {**findings.summary(run), "counts": run.meta["counts"], **run.meta["results"]}
-    text = columns({**findings.facts(run), "run": str(run.path)})
+    document = {**summary(run), "counts": run.meta["counts"], "results": run.meta["results"]}
+    text = columns({**facts(run), "run": str(run.path)})
     say.answer(document, text=text, paths=[run.path])
 
 

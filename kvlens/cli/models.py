@@ -9,7 +9,7 @@ from kvlens.wording import size
 
 def command(json: options.Json = False, quiet: options.Quiet = False) -> None:
     """List the models in the cache folder."""
-    from kvlens.model import cache_dir, cached_models
+    from kvlens.cached import cache_dir, cached_models
 
     models = cached_models()
     text = f"no model is cached in {cache_dir()} yet"

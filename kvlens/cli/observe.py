@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvlens.cli import options
-from kvlens.cli.output import Output
+from kvlens.cli.output import Output, columns
 
 if TYPE_CHECKING:
     from kvlens.loading import Run
 
 
 def command(
-    traces: Annotated[str, typer.Argument(metavar="TRACES", help="A .jsonl, .parquet or .txt file, or hf:NAME.")],
+    traces: options.Traces,
     out: options.Out,
     model: options.Model = "smollm2-135m",
     signals: Annotated[
         str, typer.Option("--signals", metavar="A,B,...|all", help="Which signals; a wrong name lists what there is.")
     ] = "all",
-    chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the model's chat template.")] = False,
+    chat: options.Chat = False,
     target_tokens: Annotated[
         int, typer.Option("--target-tokens", min=1, metavar="N", help="Target of plain texts, left out of the pass.")
     ] = 48,
@@ -73,4 +73,4 @@ def _text(run: Run) -> str:
         ),
         "run": run.path,
     }
-    return "\n".join(f"{name.ljust(12)}  {value}" for name, value in facts.items() if value)
+    return columns({name: value for name, value in facts.items() if value})

@@ -11,6 +11,8 @@ Model = Annotated[
     str,
     typer.Option("-m", "--model", metavar="MODEL", help="smollm2-135m, a Hugging Face id, a folder or a .gguf file."),
 ]
+Traces = Annotated[str, typer.Argument(metavar="TRACES", help="A .jsonl, .parquet or .txt file, or hf:NAME.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Render the prompt with the model's chat template.")]
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="The run folder to write.")]
 Labels = Annotated[str, typer.Argument(metavar="LABELS", help="The folder of a label run.")]
 Signals = Annotated[str, typer.Argument(metavar="SIGNALS", help="The folder of a signals run of the same traces.")]

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -66,6 +67,21 @@ class Output:
 def note(line: str) -> None:
     """Nothing; one line on stderr."""
     _write(sys.stderr, line)
+
+
+@contextmanager
+def telling_log(quiet: bool) -> Iterator[None]:
+    """A block in which what the package logs (a model that is fetched) becomes notes, unless people asked for quiet."""
+    log, handler = logging.getLogger("kvlens"), _Notes()
+    level = log.level
+    if not quiet:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def error(message: str, hint: str = "") -> None:
@@ -145,6 +161,13 @@ def _silent(_done: int, _total: int) -> None:
     """Progress that nobody wants to see."""
 
 
+class _Notes(logging.Handler):
+    """A log whose lines are notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
 class _Clock:
     """Rate and time left, from the first call on."""
 
@@ -172,7 +195,8 @@ class _Lines:
         rate, left = self._clock.read(done, total)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + SECONDS_BETWEEN_LINES
-            note(f"{self._what}: {done:,} of {total:,}, {rate:.1f}/s, {left}")
+            pace = f", {rate:.1f}/s, {left}" if rate > 0 else ""
+            note(f"{self._what}: {done:,} of {total:,}{pace}")
 
 
 @contextmanager

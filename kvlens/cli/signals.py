@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvlens.cli import options
-from kvlens.cli.output import Output, interval, number, table
+from kvlens.cli.output import Output, columns, interval, number, table
 
 if TYPE_CHECKING:
     from kvlens.loading import Run
@@ -35,23 +35,27 @@ def _text(run: Run, rows: list[dict[str, Any]], fitted: dict[str, Any]) -> str:
     counts, model = run.meta["counts"], fitted["model"]
     note = f" ({model['note']})" if model["note"] else ""
     few = ", too few to trust" if run.meta["results"]["few_traces"] else ""
-    lines = [
-        f"{'labels'.ljust(12)}  {fitted['intervention']}, {model['name']}{note}",
-        f"{'traces'.ljust(12)}  {counts['traces']:,} ({counts['confirm_traces']:,} to report the chosen layer){few}, "
+    facts = {
+        "labels": f"{fitted['intervention']}, {model['name']}{note}",
+        "traces": f"{counts['traces']:,} ({counts['confirm_traces']:,} to report the chosen layer){few}, "
         f"{counts['tokens']:,} tokens",
+    }
+    lines = [
+        columns(facts),
         "",
         table(*_table(rows), right=(1, 2, 4, 5, 6)),
         "",
     ]
     if fitted["held_out"] is not None:
         ridge, logistic = (fitted["held_out"]["score"][name] for name in ("ridge_rho", "logistic_auc"))
-        lines += [
-            f"{'fitted'.ljust(12)}  {len(fitted['features'])} causal signals, in held-out traces and beyond position:",
-            f"{'  ridge'.ljust(12)}  rho {number(ridge['mean'])} {interval(ridge['low'], ridge['high'])}",
-            f"{'  logistic'.ljust(12)}  AUC for the top tenth {number(logistic['mean'], '.2f')} "
+        score = {
+            "fitted": f"{len(fitted['features'])} causal signals, in held-out traces and beyond position:",
+            "  ridge": f"rho {number(ridge['mean'])} {interval(ridge['low'], ridge['high'])}",
+            "  logistic": f"AUC for the top tenth {number(logistic['mean'], '.2f')} "
             f"{interval(logistic['low'], logistic['high'], '.2f')}",
-        ]
-    return "\n".join([*lines, f"{'run'.ljust(12)}  {run.path}"])
+        }
+        lines.append(columns(score))
+    return "\n".join([*lines, columns({"run": run.path})])
 
 
 def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -25,7 +25,7 @@ def command(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, metavar="T", help="0 takes the likeliest token at every step.")
     ] = 0.0,
-    chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the model's chat template.")] = False,
+    chat: options.Chat = False,
     grade: Annotated[
         Literal["math", "exact", "contains", "token_f1", "rouge_l", "choice"],
         typer.Option("--grade", help="How the target is compared with the prompt's answer."),
@@ -54,6 +54,7 @@ def command(
             prompts, model, out,
             max_new_tokens=max_new_tokens, temperature=temperature, chat=chat, grade=grade, device=device, dtype=dtype,
             attention=attention, seed=seed, limit=limit, force=force, progress=tick, on_skip=on_skip,
+            note=say.note,
         )  # fmt: skip
     document = {"path": out, **_facts(found), "skipped": skipped}
     if document["n_hit_length_cap"]:

@@ -17,19 +17,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvlens.discover.derived import open_derived
 from kvlens.discover.inputs import (
     LEAST_TOKENS,
     LEAST_TRACES,
     counted_tokens,
     is_screened,
     label_run,
-    refuse_input_as_output,
 )
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.schemas import AGREEMENT
 from kvlens.stats import over_traces, spearman, top_chance
-from kvlens.store import open_run
 
 TOP = 0.1
 MEASURES = ("spearman", "top_tenth_overlap", "sign_agreement")
@@ -56,7 +55,6 @@ def compare_labels(
     runs = [label_run(run, role) for run, role in ((a, "A"), (b, "B"))]
     if runs[0].meta["run_id"] == runs[1].meta["run_id"]:
         raise InputError(f"'{runs[0].path}' and '{runs[1].path}' are the same run", "give two label runs")
-    refuse_input_as_output(out, *(run.path for run in runs))
     screened = [is_screened(run) for run in runs]
     if audit_only and not any(screened):
         raise InputError("neither run was made with a screen, so there is no audit set", "drop --audit-only")
@@ -67,16 +65,15 @@ def compare_labels(
         digest.update(
             run.meta["tables"]["tokens"]["sha256"].encode() + run.meta["tables"]["windows"]["sha256"].encode()
         )
-    with open_run(
-        out,
-        schema=AGREEMENT,
-        config={"audit_only": audit_only},
-        model=runs[0].meta["model"],
-        input_hash=digest.hexdigest(),
-        seed=seed,
-        dtype=runs[0].meta["dtype"],
-        force=force,
-    ) as folder:
+    config = {"audit_only": audit_only}
+    made: dict[str, Any] = {
+        "schema": AGREEMENT,
+        "config": config,
+        "input_hash": digest.hexdigest(),
+        "seed": seed,
+        "force": force,
+    }
+    with open_derived(out, runs[0], runs[1].path, **made) as folder:
         if not folder.complete:
             for trace_id, reason in skipped.items():
                 folder.skip(trace_id, reason)

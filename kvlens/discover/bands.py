@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvlens.discover.clusters import FORMING_LEVEL, Cluster, depths, find_bands, stability
+from kvlens.discover.derived import open_derived, sources
 from kvlens.discover.inputs import (
     LEAST_TOKENS,
     LEAST_TRACES,
@@ -33,8 +34,6 @@ from kvlens.discover.inputs import (
     Pair,
     halves,
     read_pair,
-    refuse_input_as_output,
-    sources,
 )
 from kvlens.discover.movement import movement, read_bands
 from kvlens.errors import InputError
@@ -50,7 +49,6 @@ from kvlens.stats import (
     sign_flip_p,
     spearman,
 )
-from kvlens.store import open_run
 
 DEFAULT_SIGNAL = "hidden_change_rolling"
 BEFORE, AFTER = "hidden_change", "hidden_change_z"
@@ -79,21 +77,18 @@ def bands(
     Cost: seconds; reads one signal (three for the trend over positions) into memory.
     """
     pair = read_pair(labels, signals, audit_only=audit_only)
-    refuse_input_as_output(out, pair.labels.path, pair.signals_path)
     check_per_layer(pair, signal)
     profile = _profile(pair, signal)
     other = None if compare is None else read_bands(compare)
     config = {"signal": signal, "audit_only": audit_only, "compare": None if other is None else other["hash"]}
-    with open_run(
-        out,
-        schema=BANDS,
-        config=config,
-        model=pair.labels.meta["model"],
-        input_hash=pair.input_hash(),
-        seed=seed,
-        dtype=pair.labels.meta["dtype"],
-        force=force,
-    ) as run:
+    made: dict[str, Any] = {
+        "schema": BANDS,
+        "config": config,
+        "input_hash": pair.input_hash(),
+        "seed": seed,
+        "force": force,
+    }
+    with open_derived(out, pair.labels, pair.signals_path, **made) as run:
         if not run.complete:
             document = _document(pair, profile, other, seed)
             for trace_id, reason in profile.skipped.items():
@@ -107,7 +102,7 @@ def check_per_layer(pair: Pair, signal: str) -> None:
     """Nothing; raises InputError when the signals run has no such signal, or one without layers."""
     known = [name for name in pair.fields if pair.per_layer(name)]
     if signal not in known:
-        what = "is no signal with layers" if signal in pair.fields else "is not there"
+        what = "is no signal with layers" if signal in list(pair.fields) else "is not there"
         hint = f"it has {', '.join(known)}" if known else "observe per-layer signals, such as hidden_change_rolling"
         raise InputError(f"signal {signal!r} {what} in '{pair.signals_path}'", hint)
 

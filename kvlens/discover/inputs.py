@@ -15,7 +15,6 @@ Only the signals that are asked for are read: a run holds many, each a number pe
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Int
 
-from kvlens.disk import disk
+from kvlens.disk import as_path, disk
 from kvlens.errors import InputError
 from kvlens.findings import beside_sink
 from kvlens.loading import Run, intact, load, read_meta
@@ -107,7 +106,7 @@ def read_pair(labels: Run | str | Path, signals: Run | str | Path, *, audit_only
     Raises: InputError for a run of another kind or damaged, for runs that do not fit, or when no trace is left.
     """
     run = label_run(labels, "LABELS")
-    path = Path(signals.path if isinstance(signals, Run) else signals)
+    path = as_path(signals.path if isinstance(signals, Run) else signals, "SIGNALS")
     meta = read_meta(path)
     if meta["schema"] != SIGNALS:
         raise InputError(
@@ -151,12 +150,6 @@ def read_pair(labels: Run | str | Path, signals: Run | str | Path, *, audit_only
             f"no trace of '{run.path}' can be used, such as {first[0]!r}: {first[1]}", "label longer or other traces"
         )
     return Pair(run, path, meta, {f.name: f for f in schema if _is_signal(f)}, traces, skipped)
-
-
-def refuse_input_as_output(out: str | Path, *inputs: str | Path) -> None:
-    """Nothing; raises InputError where writing `out` would replace one of the runs it is made from."""
-    if same := [path for path in inputs if os.path.realpath(path) == os.path.realpath(out)]:
-        raise InputError(f"'{out}' is to be written, but it holds '{same[0]}', to be read", "give another folder")
 
 
 def label_run(labels: Run | str | Path, role: str) -> Run:
@@ -263,10 +256,3 @@ def _is_signal(column: pa.Field) -> bool:
     kind = column.type.value_type if pa.types.is_fixed_size_list(column.type) else column.type
     number = pa.types.is_floating(kind) or (pa.types.is_integer(kind) and kind == column.type)
     return column.name not in KEYS and bool(number)
-
-
-def sources(pair: Pair) -> dict[str, Any]:
-    """Where the two runs lie and what made them, for a run's `results`."""
-    metas = {"labels": (pair.labels.path, pair.labels.meta), "signals": (str(pair.signals_path), pair.signals_meta)}
-    kept = ("schema", "run_id", "config", "input_hash", "seed", "dtype")
-    return {role: {"path": path, **{name: meta[name] for name in kept}} for role, (path, meta) in metas.items()}

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvlens.discover.clusters import forming_threshold, heaviest
-from kvlens.disk import disk, sha256_file
+from kvlens.disk import as_path, disk, sha256_file
 from kvlens.errors import InputError
 from kvlens.loading import Run
 from kvlens.schemas import BANDS
@@ -35,7 +35,7 @@ def read_bands(bands: Run | str | Path) -> dict[str, Any]:
 
     Raises: InputError when it is no such file.
     """
-    path = Path(bands.path if isinstance(bands, Run) else bands)
+    path = as_path(bands.path if isinstance(bands, Run) else bands, "bands")
     file = path / "bands.json" if path.is_dir() or isinstance(bands, Run) else path
     hint = "give the folder that `kvlens bands` wrote, or its bands.json"
     with disk(f"reading '{file}'"):
@@ -47,7 +47,8 @@ def read_bands(bands: Run | str | Path) -> dict[str, Any]:
         schema = found["schema"]
         profile = np.array([trace["rho"] for trace in found["traces"]], dtype=float)
         complete = profile.ndim == 2 and profile.shape[1] == len(found["layers"]) and len(profile) > 0
-        complete = complete and {band["sign"] for band in found["bands"]} <= {1, -1} and bool(found["signal"])
+        complete = complete and {band["sign"] for band in found["bands"]} <= {1, -1}
+        complete = complete and {"signal", "intervention", "model", "n_traces"} <= found.keys()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"reading '{file}' failed: it is damaged or no bands ({error})", hint) from error
     if schema != BANDS or not complete:

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 
 from kvlens.discover.bands import usable_rows
 from kvlens.discover.combine import TOP, best_layer, candidate, combine, folds_of, require_sklearn
+from kvlens.discover.derived import open_derived, sources
 from kvlens.discover.inputs import (
     LEAST_TOKENS,
     LEAST_TRACES,
@@ -27,14 +28,11 @@ from kvlens.discover.inputs import (
     Pair,
     halves,
     read_pair,
-    refuse_input_as_output,
-    sources,
 )
 from kvlens.errors import InputError
 from kvlens.loading import Run, load
 from kvlens.schemas import RANKING, RANKING_TABLES
 from kvlens.stats import auc, beyond_position, correlation, over_traces, spearman, top_share
-from kvlens.store import open_run
 
 MEASURES = ("rho", "raw_rho", "auc_size", "auc_signed")
 EACH, BEST, ONLY = "each layer", "best layer", "only value"
@@ -60,21 +58,19 @@ def signals(
     Cost: seconds to minutes; reads one signal at a time into memory.
     """
     pair = read_pair(labels, signals, audit_only=audit_only)
-    refuse_input_as_output(out, pair.labels.path, pair.signals_path)
     if not pair.fields:
         raise InputError(f"'{pair.signals_path}' has no signals", "observe some: kvlens observe --signals all")
     require_sklearn()
     discover, folds = halves(pair.trace_ids, seed), folds_of(pair.trace_ids, seed)
-    with open_run(
-        out,
-        schema=RANKING,
-        config={"audit_only": audit_only},
-        model=pair.labels.meta["model"],
-        input_hash=pair.input_hash(),
-        seed=seed,
-        dtype=pair.labels.meta["dtype"],
-        force=force,
-    ) as run:
+    config = {"audit_only": audit_only}
+    made: dict[str, Any] = {
+        "schema": RANKING,
+        "config": config,
+        "input_hash": pair.input_hash(),
+        "seed": seed,
+        "force": force,
+    }
+    with open_derived(out, pair.labels, pair.signals_path, **made) as run:
         if not run.complete:
             for trace_id, reason in pair.skipped.items():
                 run.skip(trace_id, reason)

@@ -99,7 +99,10 @@ def choose(asked: str | Iterable[str] = ALL) -> tuple[Signal, ...]:
 
     Raises: InputError for a name that is no signal's, with the names nearest to it.
     """
-    wanted = [name.strip() for name in (asked.split(",") if isinstance(asked, str) else asked)]
+    names = asked.split(",") if isinstance(asked, str) else list(asked) if isinstance(asked, Iterable) else [asked]
+    if not all(isinstance(name, str) for name in names):
+        raise InputError(f"signals {asked!r:.80} are no names", f"name some of {', '.join(BY_NAME)}, or {ALL}")
+    wanted = [name.strip() for name in names]
     for name in wanted:
         if name != ALL and name not in BY_NAME:
             near = get_close_matches(name, BY_NAME, n=3, cutoff=0.5)

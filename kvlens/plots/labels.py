@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 from kvlens.errors import InputError
-from kvlens.findings import beside_sink, facts, labels_run, nats, tokens_of
+from kvlens.facts import facts
+from kvlens.findings import beside_sink, labels_run, nats, tokens_of
 from kvlens.loading import Run
 from kvlens.page_style import visible
 from kvlens.plots.style import INK, LINES, MINUS, NOISE, PLUS, SHADES, SOFT, TEXT_POINTS, axes, describe

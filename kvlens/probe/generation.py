@@ -129,11 +129,16 @@ def full_answer(occluder: Occluder, *, max_new_tokens: int = MAX_NEW_TOKENS) -> 
     return text
 
 
-def answer_is_missing(occluder: Occluder, answer: str) -> bool:
-    """Whether the recorded target states an answer and `answer` does not: then there is nothing that could flip."""
+def compared(occluder: Occluder, answer: str) -> str:
+    """What `flips` can compare with the full cache's answer: `answers`, `texts` (it states none) or `nothing`.
+
+    Nothing where the recorded target states an answer and `answer` does not: then nothing could flip.
+    """
+    if final_answer(answer) is not None:
+        return "answers"
     tokens = occluder.tokens
     target = _tokenizer(occluder).decode(tokens.ids[tokens.n_context :].tolist())
-    return final_answer(target) is not None and final_answer(answer) is None
+    return "texts" if final_answer(target) is None else "nothing"
 
 
 def _texts(

@@ -18,6 +18,7 @@ from kvlens.provenance import hash_traces
 from kvlens.records import Tokens, Trace
 from kvlens.texts import at_hand, read_traces
 from kvlens.tokenising import tokenize
+from kvlens.wording import counted
 
 Tick = Callable[[int, int], None]
 Note = Callable[[str], None]
@@ -30,6 +31,13 @@ def ignore(*_: object) -> None:
 def already_there(out: str | Path) -> str:
     """What a second start of a finished run says."""
     return f"'{out}' holds this run already, finished: nothing to measure (--force measures anew)"
+
+
+def warn_of_chat(traces: Sequence[Trace], chat: bool, note: Note) -> None:
+    """Nothing; tells of traces that a model made in its chat format and that are read without it."""
+    made = [trace for trace in traces if (trace.meta.get("made_by") or {}).get("chat") is True]
+    if made and not chat:
+        note(f"warning: {counted(len(made), 'trace')} were made in the model's chat format: --chat reads them so")
 
 
 def traces_of(source: str | Path | Sequence[Trace], limit: int | None) -> list[Trace]:

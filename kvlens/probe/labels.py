@@ -24,7 +24,17 @@ from kvlens.linear import kernel
 from kvlens.loading import Run, load
 from kvlens.model import Model
 from kvlens.probe import budget
-from kvlens.probe.inputs import Note, Tick, already_there, facts_of, hash_input, ignore, tokens_of, traces_of
+from kvlens.probe.inputs import (
+    Note,
+    Tick,
+    already_there,
+    facts_of,
+    hash_input,
+    ignore,
+    tokens_of,
+    traces_of,
+    warn_of_chat,
+)
 from kvlens.probe.measure import TraceMeasurement
 from kvlens.probe.readout import Metric
 from kvlens.probe.settings import Settings, as_config, fit, make_settings
@@ -111,7 +121,8 @@ def label(
         if not already:
             for trace_id, reason in skipped.items():
                 run.skip(trace_id, reason)
-            Job(run, loaded, settings, metric, progress or ignore, note or ignore).do(chosen)
+            warn_of_chat(found, settings.chat, note or ignore)
+            Job(run, loaded, settings, metric, progress or ignore, note or ignore).do(chosen, skipped)
     finished = load(out)
     if already and note is not None:
         note(already_there(out))
@@ -119,17 +130,26 @@ def label(
 
 
 def _chosen(
-    everything: Sequence[Tokens], skipped: Mapping[str, str], settings: Settings, preset: str | None
+    everything: Sequence[Tokens], skipped: dict[str, str], settings: Settings, preset: str | None
 ) -> list[Tokens]:
-    """The traces that are measured; one without a window to hide is refused here, before any work."""
-    chosen = [tokens for tokens in everything if tokens.trace.id not in skipped]
-    if not chosen:
+    """The traces that are measured; one without a window to hide joins the skipped, and it is an error if all do."""
+    right = [tokens for tokens in everything if tokens.trace.id not in skipped]
+    if not right:
         raise InputError(
             f"{counted(len(everything), 'trace')} read, and none is known to be answered right, as was asked for",
             f"give traces with an `answer` that their target states{'' if preset else ', or drop --only-correct'}",
         )
-    for tokens in chosen:
-        list_windows(tokens, settings)
+    chosen, without = [], None
+    for tokens in right:
+        try:
+            list_windows(tokens, settings)
+        except InputError as error:
+            skipped[tokens.trace.id] = error.message.partition(": ")[2]
+            without = error
+        else:
+            chosen.append(tokens)
+    if without is not None and not chosen:
+        raise without
     return chosen
 
 
@@ -144,9 +164,11 @@ class Job:
     progress: Tick
     note: Note
 
-    def do(self, chosen: Sequence[Tokens]) -> None:
-        """Nothing; measures what the run lacks of these traces and finishes it."""
+    def do(self, chosen: Sequence[Tokens], skipped: Mapping[str, str]) -> None:
+        """Nothing; measures what the run lacks of the chosen traces and finishes it."""
         run = self.run
+        for trace_id, reason in list(skipped.items())[:1]:
+            self.note(f"{counted(len(skipped), 'trace')} skipped, such as {trace_id}: {reason}")
         if run.plan is None:
             longest = max(tokens.n_tokens for tokens in chosen)
             run.save_plan({"rows": budget.choose_rows(self.model, longest), "split": 1, "selected": {}})
@@ -188,11 +210,13 @@ class Job:
         longest = max(m.tokens.n_tokens for m in ahead)
         rows = int(self.run.plan["rows"])
         n_bytes = budget.prefix_bytes(self.model, longest) + budget.batch_bytes(self.model, longest, rows)
-        windows = counted(sum(m.n_windows for m in ahead), "window")
-        upper = "at most" if self.settings.screen is not None else "about"
+        n_windows = sum(m.n_windows for m in ahead)
+        upper = "at most " if self.settings.screen is not None else "about " if n_tokens * seconds >= 1 else ""
+        flips = f", and {counted(n_windows, 'answer')} to let the model write, not in this time"
         self.note(
-            f"{windows} of {counted(len(ahead), 'trace')}: {counted(n_tokens, 'token')} to compute, {upper} "
-            f"{duration(n_tokens * seconds)} and {size(n_bytes)} beside the model"
+            f"{counted(n_windows, 'window')} of {counted(len(ahead), 'trace')}: {counted(n_tokens, 'token')} to "
+            f"compute, {upper}{duration(n_tokens * seconds)} and {size(n_bytes)} beside the model"
+            f"{flips if self.settings.flips else ''}"
         )
 
 
@@ -215,7 +239,7 @@ def _why_not_correct(tokens: Tokens) -> str:
 
 
 def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a run says of itself: its noise floor over all traces, and the screen's and subsets' reports."""
+    """What a run says of itself: its noise floor, and by trace what flips, screen and subsets report."""
     results: dict[str, Any] = {
         "noise_nats": _spread([value for report in reports for value in report["noise"]]),
         "nothing_hidden_nats": max(report["nothing_hidden_nats"] for report in reports),
@@ -224,7 +248,7 @@ def _summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     against = [value for report in reports for value in report.get("noise_fp32", [])]
     if against:
         results["noise_against_fp32_nats"] = _spread(against)
-    for name in ("screen", "subsets"):
+    for name in ("flips", "screen", "subsets"):
         found = {report["trace_id"]: report[name] for report in reports if name in report}
         if found:
             results[name] = found

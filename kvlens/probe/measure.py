@@ -48,8 +48,6 @@ class TraceMeasurement:
         self.keys: dict[str, list[str]] = {"windows": [], "tokens": [self.id], "traces": [self.id]}
         self._engine: Engine | None = None
         self._batch_sizes: set[int] = set()
-        self._full_answer: str | None = None
-        self._nothing_to_flip = False
 
     @property
     def id(self) -> str:
@@ -89,6 +87,8 @@ class TraceMeasurement:
             self._run_stage("", dict.fromkeys(range(self.n_windows), "all"), tick)
         else:
             report["screen"] = self._screened(tick)
+        if self.settings.flips:
+            report["flips"] = self._full_answer()
         if self.settings.random_subsets:
             report["subsets"] = self._run_subsets()
         if not self.run.has_part("tokens", self.id):
@@ -171,17 +171,22 @@ class TraceMeasurement:
         return min(int(self.run.plan["split"]), n_rows)
 
     def _flips(self, batch: Sequence[Counterfactual]) -> Sequence[bool | None]:
-        engine = self._masking_engine("--flips")
-        if self._full_answer is None:
-            self._full_answer = generation.full_answer(engine)
-            self._nothing_to_flip = generation.answer_is_missing(engine, self._full_answer)
-            if self._nothing_to_flip:
-                self.run.add_event("the full cache gives no answer to flip", trace_id=self.id)
-        if self._nothing_to_flip:
+        answer = self._full_answer()
+        if answer["compared"] == "nothing":
             return [None] * len(batch)
-        answer = self._full_answer
-        pieces = self._in_pieces(batch, lambda rows: generation.flips(engine, rows, answer))
+        engine = self._masking_engine("--flips")
+        pieces = self._in_pieces(batch, lambda rows: generation.flips(engine, rows, answer["full_answer"]))
         return [flip for piece in pieces for flip in piece]
+
+    def _full_answer(self) -> dict[str, str]:
+        """What the full cache answers, and what of it can be compared; kept in the plan for a continued run."""
+        known: dict[str, dict[str, str]] = self.run.plan.get("answers", {})
+        if self.id not in known:
+            engine = self._masking_engine("--flips")
+            text = generation.full_answer(engine)
+            known = {self.id: {"full_answer": text, "compared": generation.compared(engine, text)}}
+            self._remember("answers", known[self.id])
+        return known[self.id]
 
     def _masking_engine(self, what: str) -> Occluder:
         engine = self.occluder()

@@ -24,7 +24,17 @@ from kvlens.model import Model
 from kvlens.observables import lag, rolling
 from kvlens.observables.table import ALL, Signal, choose
 from kvlens.probe import budget
-from kvlens.probe.inputs import Note, Tick, already_there, facts_of, hash_input, ignore, tokens_of, traces_of
+from kvlens.probe.inputs import (
+    Note,
+    Tick,
+    already_there,
+    facts_of,
+    hash_input,
+    ignore,
+    tokens_of,
+    traces_of,
+    warn_of_chat,
+)
 from kvlens.probe.settings import check_values
 from kvlens.probe.signal_pass import read_signals
 from kvlens.records import Tokens, Trace
@@ -86,6 +96,7 @@ def observe(
     ) as run:
         already = run.complete
         if not already:
+            warn_of_chat(found, chat, note or ignore)
             _do(run, loaded, chosen, everything, progress or ignore, note or ignore)
     finished = load(out)
     if already and note is not None:

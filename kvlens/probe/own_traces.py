@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlens import model as models
+from kvlens.disk import as_path
 from kvlens.errors import InputError
 from kvlens.formats import JSONL_SUFFIXES
 from kvlens.grading import GRADERS
@@ -26,6 +27,7 @@ from kvlens.model import Model
 from kvlens.provenance import versions
 from kvlens.records import Trace
 from kvlens.texts import at_hand, read_prompts, read_traces, split_reasoning, tokenize
+from kvlens.wording import counted
 
 
 def traces(
@@ -45,6 +47,7 @@ def traces(
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
     on_skip: Callable[[str, str], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> list[Trace]:
     """The model's own graded traces, which the JSONL file `out` then holds, one a line.
 
@@ -59,13 +62,14 @@ def traces(
         grade: the grader of `kvlens.grading` that compares the target with the prompt's answer.
         limit: only the first prompts; with more of them later, the same file goes on.
         force: replace traces of another configuration in `out`.
-        progress: called with (prompts done, prompts in all); on_skip: with (id, reason) for a prompt without a trace.
+        progress: called with (prompts done, prompts in all); on_skip: with (id, reason) for a prompt without a trace;
+            note: told what is there already.
 
     Raises: InputError, EnvironmentLacks, ModelRefused; finished lines stay, and the same call continues after them.
     Cost: a prefill a prompt and a forward pass a token, one prompt at a time.
     """
     asked = read_prompts(prompts, limit=limit) if isinstance(prompts, (str, Path)) else at_hand(prompts, limit)
-    path = Path(out)
+    path = as_path(out, "output")
     _check(asked, path, max_new_tokens, temperature, grade, seed)
     if isinstance(prompts, (str, Path)) and path.exists() and Path(prompts).resolve() == path.resolve():
         raise InputError(f"'{path}' is the file of prompts itself", "choose another file for the traces")
@@ -81,6 +85,8 @@ def traces(
             "grade": grade,
         }
         finished = _finished(lines, asked, settings, force)
+        if finished and note is not None:
+            note(f"'{path}' holds {len(finished):,} of {counted(len(asked), 'trace')} already")
         _answer(lines, asked, loaded, settings, finished, progress or _ignore, on_skip or _ignore)
     return read_traces(path)
 
@@ -99,6 +105,7 @@ def _answer(
     on_skip: Callable[[str, str], None],
 ) -> None:
     """Nothing; appends a trace for every prompt that has none yet."""
+    reason = ""
     for number, prompt in enumerate(asked):
         progress(number, len(asked))
         if prompt.id in finished:
@@ -106,12 +113,15 @@ def _answer(
         try:
             trace = own_trace(model, prompt, settings)
         except InputError as error:
+            reason = reason or f", such as {prompt.id}: {error.message}"
             on_skip(prompt.id, error.message)
         else:
             lines.append(_line(trace))
     progress(len(asked), len(asked))
     if not lines.lines:
-        raise InputError(f"none of the {len(asked)} prompts gave a trace", "raise --max-new-tokens, or drop --chat")
+        raise InputError(
+            f"none of the {len(asked)} prompts gave a trace{reason}", "raise --max-new-tokens, or drop --chat"
+        )
 
 
 def own_trace(model: Model, prompt: Trace, settings: Mapping[str, Any]) -> Trace:

@@ -75,7 +75,7 @@ def make_settings(preset: str | None, metric: Callable[..., Any] | None, **asked
     """
     base: dict[str, Any] = {}
     if preset is not None:
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise InputError(f"preset {preset!r} does not exist", f"choose one of {', '.join(PRESETS)}")
         base = PRESETS[preset]
     if metric is not None:
@@ -161,5 +161,6 @@ def _check_engine(settings: Settings, how: Intervention, model: Model) -> None:
 
 
 def as_config(settings: Settings) -> dict[str, Any]:
-    """The settings as `run.json` keeps them; the seed stands beside them there."""
-    return {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "seed"}
+    """The settings as `run.json` keeps them; the seed stands beside them there. Units of the text have no width."""
+    config = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "seed"}
+    return config | ({"window": None, "stride": None} if settings.units else {})

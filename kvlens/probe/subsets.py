@@ -23,6 +23,7 @@ from kvlens.records import Tokens
 from kvlens.wording import extra
 
 KEEP_PROBABILITY = 0.9
+LEAST_SUBSETS = 10  # for five folds of two
 
 
 def draw_masks(tokens: Tokens, n_subsets: int, seed: int) -> Bool[np.ndarray, "subset pos"]:
@@ -54,18 +55,20 @@ def fit_surrogate(
 ) -> dict[str, Any]:
     """R2 (5-fold, out of fold), rank agreement with leave-one-out, and the ridge's strength.
 
-    `token_effects` may hold NaN where no window covers a position. Null values where there is too little to say:
-    fewer than 10 masks, or effects that do not vary.
+    `token_effects` may hold NaN where no window covers a position. Null values where there is too little to say, and
+    the `reason`: too few masks, or effects that do not vary.
     """
     from scipy.stats import spearmanr
     from sklearn.linear_model import RidgeCV
     from sklearn.model_selection import KFold, cross_val_predict
 
     empty = {"n_subsets": len(effects), "r2": None, "rank_agreement": None, "alpha": None}
+    if len(effects) < LEAST_SUBSETS:
+        return empty | {"reason": f"{len(effects)} sets a trace are too few, {LEAST_SUBSETS} are needed"}
     dropped = (~kept).astype(float)
     varied = dropped.std(0) > 0
-    if len(effects) < 10 or not varied.any() or float(np.std(effects)) == 0.0:
-        return empty
+    if not varied.any() or float(np.std(effects)) == 0.0:
+        return empty | {"reason": "the sets or their effects do not vary"}
     ridge = RidgeCV(alphas=np.logspace(-2, 5, 15))
     folds = KFold(5, shuffle=True, random_state=0)
     predicted = cross_val_predict(ridge, dropped, effects, cv=folds)

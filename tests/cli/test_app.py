@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import logging
 import os
 import pty
 import signal
@@ -352,3 +353,21 @@ def test_names_that_are_no_utf8(
     assert app.main(["inspect", str(odd), *form]) == 0
     assert app.main(["inspect", str(odd), "--trace", os.fsdecode(b"\xff"), *form]) == 2
     assert "has no trace" in capsys.readouterr().err
+
+
+def test_what_the_package_logs_becomes_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("kvlens")
+
+    def logged() -> list[object]:
+        log.info("fetching the model")
+        return []
+
+    monkeypatch.setattr("kvlens.cached.cached_models", logged)
+    before = (log.level, list(log.handlers))
+    assert app.main(["models", "--json"]) == 0
+    assert capsys.readouterr().err == "fetching the model\n"
+    assert app.main(["models", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert (log.level, log.handlers) == before

@@ -209,7 +209,6 @@ def test_cut_off_weights_are_2(refused: Refusal, source: Path, tmp_path: Path) -
         ("--filler eos", 2, "puts no filler in"),
         ("--intervention substitute --filler pad", 2, "no pad token"),
         ("--units line --window 3", 2, "fixed width"),
-        ("--units spans", 2, "sum: no spans"),
         ("--screen some", 2, "'some'"),
         ("--screen 2", 2, "2.0"),
         ("--screen 0.2 --intervention knockout", 2, "evict alone"),

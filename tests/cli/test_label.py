@@ -61,7 +61,9 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], source: Path, 
     assert document["path"] == str(tmp_path / "run")
     assert document["counts"]["traces"] == 2
     assert document["noise_nats"]["max"] > 0
-    assert set(document["screen"]) == set(document["subsets"]) == {"box", "sum"}
+    assert set(document["results"]["screen"]) == set(document["results"]["subsets"]) == {"box", "sum"}
+    assert document["screen"]["n_measured"] < document["screen"]["n_windows"]
+    assert document["subsets"]["reasons"] == ["3 sets a trace are too few, 10 are needed"]
     assert "estimate" not in out
     assert "windows of 2 traces" in err
     assert app.main(asked) == 0  # the finished run answers the same
@@ -90,14 +92,17 @@ def test_progress_goes_to_stderr(
     [
         ("--intervention knockout --window 3 --stride 2", {"intervention": "knockout", "window": 3, "stride": 2}),
         ("--cells 0-1:2 --lag 2 --window 4", {"cells": "0-1:2", "lag": 2, "window": 4, "stride": 4}),
-        ("--units sentence --per-target", {"units": "sentence", "per_target": True, "stride": 1}),
+        ("--units sentence --per-target", {"units": "sentence", "per_target": True, "window": None, "stride": None}),
         (
             "--intervention substitute --filler random --window 9 --flips --only-correct",
             {"intervention": "substitute", "filler": "random", "flips": True, "only_correct": True}
             | {"window": 9, "stride": 9},
         ),
         ("--random-subsets 2 --screen auto", {"random_subsets": 2, "screen": "auto", "stride": 1}),
-        ("--chat --beyond-context --units step", {"chat": True, "beyond_context": True, "units": "step", "stride": 1}),
+        (
+            "--chat --beyond-context --units step",
+            {"chat": True, "beyond_context": True, "units": "step", "window": None, "stride": None},
+        ),
         ("--target-tokens 5 --window 8", {"target_tokens": 5, "window": 8, "stride": 8}),
     ],
 )

@@ -196,7 +196,7 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
 def test_an_input_is_never_written_over(tmp_path: Path, verb: str) -> None:
     labels, signals = made_signals.planted(tmp_path)
     if verb == "compare_labels":
-        signals = made_signals.labels(tmp_path / "other", effects(1))
+        labels, signals = (made_signals.labels(tmp_path / name, effects(seed)) for seed, name in enumerate("ab"))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for out in (labels, signals, tmp_path / "." / Path(labels).name):
         with pytest.raises(InputError, match="is to be written, but it holds"):

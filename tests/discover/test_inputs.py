@@ -20,6 +20,7 @@ from kvlens.discover.simulate import simulate
 from kvlens.errors import InputError
 from kvlens.loading import load
 from kvlens.probe.tables import mean_over_windows
+from kvlens.runstate import sealed
 
 N = 100
 
@@ -32,7 +33,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def damaged(run: Path, **changes: Any) -> Path:
     """The run with other facts in its run.json."""
     file = run / "run.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(sealed(json.loads(file.read_text()) | changes)))
     return run
 
 

@@ -228,9 +228,16 @@ def test_units_of_the_text_become_windows(tmp_path: Path, unit: str) -> None:
         assert len(texts) == 2
 
 
-def test_a_trace_without_the_unit_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_trace_without_the_unit_is_skipped_and_refused_where_no_other_is_left(tmp_path: Path) -> None:
+    told: list[str] = []
+    run = label(tmp_path / "run", TRACES, units="spans", note=told.append)
+    assert list(run.traces.trace_id) == ["box"]
+    (skipped,) = run.meta["counts"]["skipped"]
+    assert skipped["id"] == "sum"
+    assert skipped["reason"].startswith("no spans to hide")
+    assert f"1 trace skipped, such as sum: {skipped['reason']}" in told
     with pytest.raises(InputError, match="sum: no spans to hide"):
-        label(tmp_path / "out", TRACES, units="spans")
+        label(tmp_path / "out", [trace for trace in TRACES if trace.id == "sum"], units="spans")
     assert not (tmp_path / "out").exists()
 
 
@@ -244,7 +251,11 @@ def test_tokens_flip_when_any_window_over_them_does(tmp_path: Path) -> None:
     assert run.windows.flipped.sum() > 0
     # The target of "sum" states an answer that this random model never gives: there is nothing to flip.
     assert set(run.windows.trace_id[~known]) == {"sum"}
-    assert [event["trace_id"] for event in run.meta["events"]] == ["sum"]
+    answers = run.meta["results"]["flips"]
+    assert {name: found["compared"] for name, found in answers.items()} == {
+        trace_id: "nothing" if trace_id == "sum" else "texts" for trace_id in run.traces.trace_id
+    }
+    assert all(isinstance(found["full_answer"], str) for found in answers.values())
     for token in run.tokens.itertuples():
         over = run.windows[
             (run.windows.trace_id == token.trace_id)

@@ -86,13 +86,15 @@ def test_positions_without_a_label_take_no_part_in_the_agreement() -> None:
 @pytest.mark.parametrize("n_subsets", [1, 9])
 def test_too_few_masks_say_nothing(n_subsets: int) -> None:
     kept, effects, weights = planted(n_subsets)
-    expected = {"n_subsets": n_subsets, "r2": None, "rank_agreement": None, "alpha": None}
-    assert fit_surrogate(kept, effects, weights) == expected
+    found = fit_surrogate(kept, effects, weights)
+    assert found.pop("reason") == f"{n_subsets} sets a trace are too few, 10 are needed"
+    assert found == {"n_subsets": n_subsets, "r2": None, "rank_agreement": None, "alpha": None}
 
 
 def test_effects_that_do_not_vary_say_nothing() -> None:
     kept, _, weights = planted(50)
     assert fit_surrogate(kept, np.full(50, 2.0), weights)["r2"] is None
+    assert "do not vary" in fit_surrogate(kept, np.full(50, 2.0), weights)["reason"]
     assert fit_surrogate(np.ones_like(kept), np.arange(50.0), weights)["r2"] is None
 
 

@@ -22,6 +22,7 @@ from kvlens.errors import EnvironmentLacks, InputError, KvlensError
 
 TEMPORARY = ".kvlens-*.tmp"
 LOCK = ".lock"
+LONGEST_NAME = 255  # bytes in one name, on every file system in use
 _DIGEST_BYTES = 32
 _WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -54,7 +55,10 @@ def as_path(value: object, what: str) -> Path:
     """`value` as a path. Raises: InputError where it is none; `what` says what it is for."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
         raise InputError(f"{what} {value!r:.80} is no path", "give a path as text or a pathlib.Path")
-    return Path(value)
+    path = Path(value)
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts):
+        raise InputError(f"{what} {str(path)[:60]!r}... is no path: File name too long", "give a shorter name")
+    return path
 
 
 def write_whole(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:

@@ -33,6 +33,7 @@ from kvlens.builtin import default_folder
 from kvlens.cached import DEFAULT_MODEL, DEFAULT_NOTE
 from kvlens.causal_lm import Model, SelfCheck
 from kvlens.decoding import generate, stop_ids
+from kvlens.disk import as_path
 from kvlens.errors import EnvironmentLacks, InputError
 from kvlens.forward import (
     attention_modules,
@@ -150,7 +151,7 @@ def _source(name: str) -> Path | str:
     if name == DEFAULT_MODEL:
         return default_folder()
     try:
-        path = Path(name).expanduser()
+        path = as_path(name, "model").expanduser() if name else Path()
     except RuntimeError as error:  # ~name of a user there is not
         raise InputError(f"no such model folder or file: '{name}'", "`kvlens models` lists what is cached") from error
     if name and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):

@@ -177,14 +177,15 @@ def _check(asked: Sequence[Trace], path: Path, max_new_tokens: int, temperature:
     """Nothing; refuses what cannot work before any model is loaded."""
     if path.suffix.lower() not in JSONL_SUFFIXES:
         raise InputError(f"cannot write traces to '{path}': not a JSONL file", "name a file that ends in .jsonl")
-    if max_new_tokens < 1 or not 0 <= temperature < float("inf"):
+    numbers = type(max_new_tokens) is int and type(temperature) in (int, float)
+    if not numbers or max_new_tokens < 1 or not 0 <= temperature < float("inf"):
         raise InputError(
-            f"cannot generate {max_new_tokens} tokens at temperature {temperature}",
+            f"cannot generate {max_new_tokens!r} tokens at temperature {temperature!r}",
             "give at least 1 token and a temperature of 0 or more",
         )
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise InputError(f"seed {seed!r} is no whole number of 0 or more", "give one below 2^63")
-    if grade not in GRADERS:
+    if not isinstance(grade, str) or grade not in GRADERS:
         raise InputError(f"cannot grade by {grade!r}: no such grader", f"use one of {', '.join(GRADERS)}")
     if blank := [prompt.id for prompt in asked if not prompt.prompt.strip()]:
         raise InputError(f"{blank[0]}: a prompt is empty", "give every trace a prompt")

@@ -1,0 +1,79 @@
+"""Calls every verb from Python with values of the wrong type; prints what ended in another error than kvlens' own.
+
+Run by itself, since pytest checks types before kvlens sees them. Argument: a folder to work in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import made_signals
+import tiny_runs
+
+import kvlens
+from kvlens.errors import KvlensError
+
+WRONG: list[Any] = [None, 3, b"x", ["x"], {"a": 1}, 1.5, "x" * 300, "a\0b", "", True, object()]
+LABEL = (
+    "intervention window stride units cells lag per_target flips only_correct preset target_tokens filler "
+    "random_subsets screen chat metric seed limit beyond_context force"
+)
+OBSERVE = "signals chat target_tokens device dtype attention seed limit beyond_context force"
+TRACES = "max_new_tokens temperature chat grade seed limit force"
+
+
+def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
+    """By name, each verb as a function of one of its arguments."""
+    labels, signals = made_signals.planted(folder)
+    texts, model = [tiny_runs.as_trace(row) for row in tiny_runs.ROWS], tiny_runs.model()
+    run = kvlens.label(texts, model, folder / "lab", window=8)
+
+    def by_name(verb: Callable[..., object], option: str, **usual: Any) -> Callable[[Any], object]:
+        return lambda value: verb(**(usual | {option: value}))
+
+    found: dict[str, Callable[[Any], object]] = {"control": lambda value: (object(),)[value]}
+    pair = {"labels": labels, "signals": signals, "out": folder / "made"}
+    for option in (*pair, "signal", "compare", "audit_only", "seed", "force"):
+        found[f"bands {option}"] = by_name(kvlens.bands, option, **pair)
+    for option in (*pair, "audit_only", "seed", "force"):
+        found[f"signals {option}"] = by_name(kvlens.signals, option, **pair | {"out": folder / "ranked"})
+    for option in ("a", "b", "out", "seed"):
+        both = {"a": labels, "b": run, "out": folder / "compared"}
+        found[f"compare-labels {option}"] = by_name(kvlens.compare_labels, option, **both)
+    for option in (*LABEL.split(), "out", "model", "traces"):
+        usual = {"traces": texts, "model": model, "out": folder / "labelled"}
+        found[f"label {option}"] = by_name(kvlens.label, option, **usual)
+    for option in (*OBSERVE.split(), "out", "model", "traces"):
+        usual = {"traces": texts, "model": model, "out": folder / "observed"}
+        found[f"observe {option}"] = by_name(kvlens.observe, option, **usual)
+    for option in (*TRACES.split(), "out", "prompts"):
+        usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
+        found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)
+    for option in ("html", "trace", "n"):
+        found[f"inspect {option}"] = by_name(partial(kvlens.inspect, run), option)
+    return found | {"inspect run": kvlens.inspect, "load": kvlens.load, "show": partial(kvlens.show, run)}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    raw, refused = [], 0
+    os.chdir(folder)
+    for name, call in calls(folder).items():
+        for value in WRONG:
+            try:
+                call(value)
+            except KvlensError:
+                refused += 1
+            except Exception as error:
+                raw.append(f"{name} = {value!r:.20}: {type(error).__name__}: {error!s:.80}")
+    sys.stdout.write(json.dumps({"refused": refused, "raw": raw}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,8 +19,9 @@ help: ## list the targets
 setup: ## build or find the environment; afterwards .venv/bin/kvlens works
 	@$(PYTHON) tools/environment.py
 
+# The labels' own summary is dropped, since inspect prints the same facts; notes and progress stay.
 demo: setup ## label three traces with the default model and show what matters
-	$(BIN)/kvlens label data/traces/traces.jsonl -m smollm2-135m -o $(DEMO) --limit 3 > /dev/null # inspect says it all
+	$(BIN)/kvlens label data/traces/traces.jsonl -m smollm2-135m -o $(DEMO) --limit 3 > /dev/null
 	$(BIN)/kvlens inspect $(DEMO) --html $(DEMO)/page.html
 
 # One thread for the tests: most of their models are tiny, and threads that wait for each other are slower than none.

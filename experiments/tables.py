@@ -43,7 +43,7 @@ def speed(found: dict[str, Any]) -> list[str]:
         "|---|---|---|---|",
         row("`evict`, 512 + 32 tokens", full, evict),
         row("`knockout`, 512 + 32 tokens", full, knockout),
-        row("`evict`, tokens a second", "8 rows of 32 tokens, no prefix", rate, " of it"),
+        row("`evict`, tokens a second", "8 rows of 32 tokens, no prefix", rate, "x its rate"),
         row("`substitute`, 128 + 32 tokens", captum, small["substitute"]),
         row("`evict`, 128 + 32 tokens", captum, small["evict"]),
         row("`evict`, 512 + 32 tokens", captum, large["evict"]),
@@ -72,7 +72,11 @@ def planted(found: dict[str, Any]) -> list[str]:
         cells = [found["auc"][f"{target} {kind}"] for kind in ("knockout", "evict", "substitute")]
         shown = " | ".join(f"{cell['mean']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]" for cell in cells)
         lines.append(f"| {name} | {shown} |")
-    return lines
+    return [
+        *lines,
+        "",
+        "With the final value alone this model computes nothing from the chain, so hiding what it would need changes nothing.",
+    ]
 
 
 def screen(found: dict[str, Any]) -> list[str]:

@@ -71,7 +71,7 @@ def test_the_inspect_examples_run(elsewhere: Path, capsys: pytest.CaptureFixture
         assert words[0] == ".venv/bin/kvlens"
         assert main(words[1:]) == 0, capsys.readouterr().err
         assert "+2.00" in capsys.readouterr().out
-    page = (elsewhere / "page.html").read_text(encoding="utf-8")
+    page = (elsewhere / "runs" / "page.html").read_text(encoding="utf-8")
     assert not re.search(r"<script|https?:|src=", page)
     assert "kiln-firings" in page
 

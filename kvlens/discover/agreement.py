@@ -66,14 +66,8 @@ def compare_labels(
             run.meta["tables"]["tokens"]["sha256"].encode() + run.meta["tables"]["windows"]["sha256"].encode()
         )
     config = {"audit_only": audit_only}
-    made: dict[str, Any] = {
-        "schema": AGREEMENT,
-        "config": config,
-        "input_hash": digest.hexdigest(),
-        "seed": seed,
-        "force": force,
-    }
-    with open_derived(out, runs[0], runs[1].path, **made) as folder:
+    made: dict[str, Any] = {"config": config, "input_hash": digest.hexdigest(), "seed": seed, "force": force}
+    with open_derived(out, runs[0], runs[1].path, schema=AGREEMENT, **made) as folder:
         if not folder.complete:
             for trace_id, reason in skipped.items():
                 folder.skip(trace_id, reason)

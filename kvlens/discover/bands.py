@@ -81,14 +81,8 @@ def bands(
     profile = _profile(pair, signal)
     other = None if compare is None else read_bands(compare)
     config = {"signal": signal, "audit_only": audit_only, "compare": None if other is None else other["hash"]}
-    made: dict[str, Any] = {
-        "schema": BANDS,
-        "config": config,
-        "input_hash": pair.input_hash(),
-        "seed": seed,
-        "force": force,
-    }
-    with open_derived(out, pair.labels, pair.signals_path, **made) as run:
+    made: dict[str, Any] = {"config": config, "input_hash": pair.input_hash(), "seed": seed, "force": force}
+    with open_derived(out, pair.labels, pair.signals_path, schema=BANDS, **made) as run:
         if not run.complete:
             document = _document(pair, profile, other, seed)
             for trace_id, reason in profile.skipped.items():

@@ -61,19 +61,13 @@ def signals(
     if not pair.fields:
         raise InputError(f"'{pair.signals_path}' has no signals", "observe some: kvlens observe --signals all")
     require_sklearn()
-    discover, folds = halves(pair.trace_ids, seed), folds_of(pair.trace_ids, seed)
     config = {"audit_only": audit_only}
-    made: dict[str, Any] = {
-        "schema": RANKING,
-        "config": config,
-        "input_hash": pair.input_hash(),
-        "seed": seed,
-        "force": force,
-    }
-    with open_derived(out, pair.labels, pair.signals_path, **made) as run:
+    made: dict[str, Any] = {"config": config, "input_hash": pair.input_hash(), "seed": seed, "force": force}
+    with open_derived(out, pair.labels, pair.signals_path, schema=RANKING, **made) as run:
         if not run.complete:
             for trace_id, reason in pair.skipped.items():
                 run.skip(trace_id, reason)
+            discover, folds = halves(pair.trace_ids, seed), folds_of(pair.trace_ids, seed)
             rows, candidates = [], []
             for name in pair.fields:
                 values = pair.read(name)

@@ -12,7 +12,7 @@ Every step looks for what an earlier start of the run left and computes only wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -174,7 +174,7 @@ class TraceMeasurement:
         answer = self._full_answer()
         if answer["compared"] == "nothing":
             return [None] * len(batch)
-        engine = self._masking_engine("--flips")
+        engine = self._masking_engine()
         pieces = self._in_pieces(batch, lambda rows: generation.flips(engine, rows, answer["full_answer"]))
         return [flip for piece in pieces for flip in piece]
 
@@ -182,20 +182,15 @@ class TraceMeasurement:
         """What the full cache answers, and what of it can be compared; kept in the plan for a continued run."""
         known: dict[str, dict[str, str]] = self.run.plan.get("answers", {})
         if self.id not in known:
-            engine = self._masking_engine("--flips")
+            engine = self._masking_engine()
             text = generation.full_answer(engine)
             known = {self.id: {"full_answer": text, "compared": generation.compared(engine, text)}}
             self._remember("answers", known[self.id])
         return known[self.id]
 
-    def _masking_engine(self, what: str) -> Occluder:
-        engine = self.occluder()
-        if isinstance(engine, Occluder):
-            return engine
-        raise ModelRefused(
-            f"{what} needs an attention backend that honours masks, not {self.model.attention!r}",
-            "use --attention sdpa or eager",
-        )
+    def _masking_engine(self) -> Occluder:
+        """The engine, which honours masks: `settings.fit` refused flips and screens on a backend that does not."""
+        return cast(Occluder, self.occluder())
 
     def _check_nothing_hidden(self) -> float:
         """The effect in nats of hiding nothing, which must be 0 to the last bit: the sanity row of every trace."""
@@ -223,7 +218,7 @@ class TraceMeasurement:
         if self.finished and self.run.has_part("windows", final):
             self.keys["windows"] = [final]
             return dict(self.run.plan["reports"][self.id]["screen"])
-        by_layer = screen.layer_scores(self._masking_engine("--screen"), self.windows)
+        by_layer = screen.layer_scores(self._masking_engine(), self.windows)
         rank = screen.screening_rank(by_layer)
         auto = self.settings.screen == AUTO
         fraction: float | None = screen.FRACTIONS[0] if auto else float(self.settings.screen or 1)

@@ -75,7 +75,7 @@ def planted(found: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "With the final value alone this model computes nothing from the chain, so hiding what it would need changes nothing.",
+        "With the final value alone this model computes nothing from the chain, so hiding it changes nothing.",
     ]
 
 

@@ -132,7 +132,7 @@ def gpt_neox(**changes: Any) -> PreTrainedModel:
 
 
 def gemma2(**changes: Any) -> PreTrainedModel:
-    """Soft-capped scores, every other layer with a sliding window; transformers' sdpa leaves the soft-cap out."""
+    """Soft-capped scores, every other layer with a sliding window."""
     own = {"head_dim": 8, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "sliding_window": WINDOW}
     return build(Gemma2ForCausalLM, Gemma2Config(**COMMON | own | changes))
 

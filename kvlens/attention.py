@@ -6,14 +6,17 @@ It offers, each for one call:
    drops), one built from given keys and values, and a private one that stores nothing;
 2. masks: visibility (True = visible) turned into what the backend adds to its scores, the sliding window worked in;
 3. an override: every attention layer calls a given function in place of its backend;
-4. per-layer masks: some layers see another mask than the rest.
+4. a function around attention: it is given what a layer attends to and the layer's own backend, ready to be called;
+5. per-layer masks: some layers see another mask than the rest.
 
-Contexts 3 and 4 restore everything on exit, on exceptions too.
+Contexts 3 to 5 restore everything on exit, on exceptions too.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +31,8 @@ from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
 
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+# (layer, the layer's own attention, query, key, value, keywords) -> output [batch, query, head, d_head]
+AroundFunction = Callable[[int, Callable[[], Tensor], Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 OVERRIDE_PREFIX = "kvlens-override-"
 _override_number = itertools.count()
 
@@ -188,6 +193,55 @@ def attention_override(model: Model, function: AttentionFunction) -> Iterator[No
     """
     with override(model.decoder, function):
         yield
+
+
+@contextmanager
+def around_attention(model: Model, function: AroundFunction) -> Iterator[None]:
+    """Within it each attention layer puts out what `function(layer, own, query, key, value, keywords)` gives.
+
+    `own()` is what the layer's own backend puts out, [batch, query, head, d_head], under the masks it always has: the
+    rest of the model still reads the backend's name from its config, only the attention modules read another one.
+    Shapes and keywords are those of `attention_override`.
+
+    Raises: ModelRefused for a module whose own backend cannot be found.
+    """
+    name = f"{OVERRIDE_PREFIX}{next(_override_number)}"
+    former: list[Any] = [module.config for module in model.layers]
+    own = {id(module): (layer, own_backend(module)) for layer, module in enumerate(model.layers)}
+
+    def call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **keywords: Any) -> Any:
+        layer, backend = own[id(module)]
+        return function(
+            layer, lambda: backend(module, query, key, value, mask, **keywords)[0], query, key, value, keywords
+        ), None
+
+    copies = {id(config): copy.deepcopy(config) for config in former}
+    for config in copies.values():
+        config._attn_implementation = name
+    ALL_ATTENTION_FUNCTIONS[name] = call
+    try:
+        for module, config in zip(model.layers, former, strict=True):
+            module.config = copies[id(config)]
+        yield
+    finally:
+        for module, config in zip(model.layers, former, strict=True):
+            module.config = config
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def own_backend(module: Any) -> AttentionFunction:
+    """The function that this attention module calls now; raises ModelRefused where kvlens does not find it."""
+    name = str(module.config._attn_implementation)
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    # `eager` is in no table: every family writes its own, under one name
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if name != "eager" or eager is None:
+        raise ModelRefused(
+            f"{type(module).__name__}: kvlens does not find what its attention backend '{name}' calls",
+            "use --attention sdpa",
+        )
+    return eager
 
 
 @contextmanager

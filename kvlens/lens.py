@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import model as models
@@ -56,7 +56,7 @@ class Lens:
 
     def log_probs(self, tokens: Tokens, hooks: Sequence[Hook] = ()) -> Float[np.ndarray, " target"]:
         """Log p of each target token in nats, under these hooks. Cost: one forward pass over the whole trace."""
-        logits = self._run(tokens, hooks)[0, tokens.n_context - 1 :]
+        logits = self.logits(self._ids(tokens), hooks)[0, tokens.n_context - 1 :]
         targets = torch.from_numpy(tokens.ids[tokens.n_context :]).to(logits.device)
         chosen = logits.double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         return chosen.cpu().numpy()
@@ -114,8 +114,9 @@ class Lens:
         return logits, cache
 
     @torch.no_grad()
-    def _run(self, tokens: Tokens, hooks: Sequence[Hook]) -> Float[Tensor, "1 query d_vocab"]:
-        return self.bridge.run_with_hooks(self._ids(tokens), fwd_hooks=list(hooks), use_cache=False)
+    def logits(self, ids: Int[Tensor, "1 query"], hooks: Sequence[Hook]) -> Float[Tensor, "1 query d_vocab"]:
+        """The logits of these tokens under these hooks. Cost: one forward pass."""
+        return self.bridge.run_with_hooks(ids, fwd_hooks=list(hooks), use_cache=False)
 
     def _ids(self, tokens: Tokens) -> Tensor:
         return torch.from_numpy(tokens.ids[:-1]).to(self.model.device)[None]

@@ -20,6 +20,7 @@ import torch
 
 from kvlens import forward
 from kvlens.attention import (
+    around_attention,
     attention_override,
     cache_from,
     cache_layers,
@@ -54,6 +55,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "Model",
     "SelfCheck",
+    "around_attention",
     "as_model",
     "attention_modules",
     "attention_override",

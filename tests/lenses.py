@@ -6,7 +6,7 @@ import importlib.metadata
 from functools import cache
 
 import pytest
-from tiny import FAMILIES
+from tiny import ATTENTION_FAMILIES
 from tiny_tokenizers import byte_level
 
 from kvlens.lens import Lens, open_lens
@@ -24,4 +24,4 @@ def require_transformer_lens() -> None:
 @cache
 def tiny_lens(family: str) -> Lens:
     """A lens over the family's tiny model; made once, so that edits that stay behind are noticed."""
-    return open_lens(wrap(FAMILIES[family](), byte_level()))
+    return open_lens(wrap(ATTENTION_FAMILIES[family](), byte_level()))

@@ -6,8 +6,9 @@ shared with the engines but the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,3 +111,12 @@ def attention(
                     lse[row, head, i] = logits.logsumexp(0)
                     out[row, head, i] = (scores - lse[row, head, i]).exp() @ v
     return out, lse
+
+
+@torch.no_grad()
+def eager_weights(build: Callable[[], Any], ids: Tensor) -> list[np.ndarray]:
+    """The weights that a model's own eager attention reports for one sequence, [head, query, key] a layer."""
+    model = build()
+    model.set_attn_implementation("eager")
+    found = model(ids[None], output_attentions=True, use_cache=False).attentions
+    return [weights[0].numpy() for weights in found]

@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvlens.attention import check_mask
+from kvlens.attention import check_mask, own_backend
 from kvlens.errors import InputError, ModelRefused
 from kvlens.model import (
     Model,
+    around_attention,
     attention_modules,
     attention_override,
     blocks,
@@ -138,6 +139,93 @@ def test_overrides_nest_and_leave_other_models_alone() -> None:
         logits(model, ids)
         logits(other, ids)
     assert calls == ["inner"] * model.n_layers + ["outer"] * model.n_layers
+
+
+def pass_on(layer: int, own: Callable[[], Tensor], *_: Any) -> Tensor:
+    return own()
+
+
+def test_a_function_around_attention_that_passes_it_on_changes_not_a_bit(family: Model) -> None:
+    ids = token_ids(N, batch=2)
+    seen: list[int] = []
+
+    def see(layer: int, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, keywords: Any) -> Tensor:
+        seen.append(layer)
+        output = own()
+        assert output.shape == (2, N, family.n_heads, family.d_head)
+        assert key.shape == value.shape == (2, family.n_kv_heads, N, family.d_head)
+        truth, _ = plain_attention(None, query, key, value, None, sliding_window=family.sliding[layer], **{
+            name: keywords[name] for name in ("scaling", "softcap") if name in keywords
+        })  # fmt: skip
+        torch.testing.assert_close(output, truth, atol=TOLERANCE, rtol=0)
+        return output
+
+    truth = family.hf(input_ids=ids).logits
+    with around_attention(family, see):
+        assert torch.equal(family.hf(input_ids=ids).logits, truth)
+        assert torch.equal(family.hf(input_ids=ids, use_cache=False).logits, truth)
+    assert seen == [*range(family.n_layers)] * 2
+
+
+def test_what_a_function_around_attention_puts_out_is_what_the_layer_puts_out(family: Model) -> None:
+    def rolled_in_the_first(layer: int, own: Callable[[], Tensor], *_: Any) -> Tensor:
+        return own().roll(int(layer == 0), -1)  # not scaled: two families normalise what comes out
+
+    def rolled(module: Any, *args: Any, **extra: Any) -> Any:
+        output, _ = plain_attention(module, *args, **extra)
+        return output.roll(int(module is family.layers[0]), -1), None
+
+    ids = token_ids(N)
+    with around_attention(family, rolled_in_the_first):
+        ours = logits(family, ids)
+    with attention_override(family, rolled):
+        truth = logits(family, ids)
+    torch.testing.assert_close(ours, truth, atol=TOLERANCE, rtol=0)
+    assert (logits(family, ids) - truth).abs().max() > 0.01
+
+
+def test_a_function_around_attention_is_gone_after_exit_and_after_an_exception(family: Model) -> None:
+    configs, functions = [module.config for module in family.layers], set(ALL_ATTENTION_FUNCTIONS)
+    state = backend_state(family)
+
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("from inside the layer")
+
+    with around_attention(family, pass_on):
+        assert family.decoder.config._attn_implementation == family.attention  # masks are built as always
+    with pytest.raises(RuntimeError, match="from inside the layer"), around_attention(family, broken):
+        logits(family, token_ids(N))
+    assert all(module.config is config for module, config in zip(family.layers, configs, strict=True))
+    assert (backend_state(family), set(ALL_ATTENTION_FUNCTIONS)) == (state, functions)
+
+
+def test_around_an_override_the_override_is_the_layers_own() -> None:
+    model = wrap(llama())
+
+    def nothing(module: Any, query: Tensor, *_: Any, **__: Any) -> Any:
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    seen: list[Tensor] = []
+
+    def see(layer: int, own: Callable[[], Tensor], *_: Any) -> Tensor:
+        seen.append(own())
+        return seen[-1]
+
+    with attention_override(model, nothing), around_attention(model, see):
+        logits(model, token_ids(N))
+    assert [bool(output.any()) for output in seen] == [False] * model.n_layers
+
+
+def test_an_attention_block_whose_backend_is_unknown_is_refused_by_name() -> None:
+    class StrangeAttention(torch.nn.Module):
+        def __init__(self, backend: str) -> None:
+            super().__init__()
+            self.config = llama().config
+            self.config._attn_implementation = backend
+
+    for backend in ("eager", "no_such_backend"):  # the first: this test's module writes no eager attention
+        with pytest.raises(ModelRefused, match=f"StrangeAttention: .* '{backend}'"):
+            own_backend(StrangeAttention(backend))
 
 
 def test_private_cache_returns_new_states_stores_nothing_and_counts_positions(family: Model) -> None:

@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -127,6 +131,19 @@ def gpt_neox(**changes: Any) -> PreTrainedModel:
     return build(GPTNeoXForCausalLM, GPTNeoXConfig(**own | changes))
 
 
+def gemma2(**changes: Any) -> PreTrainedModel:
+    """Soft-capped scores, every other layer with a sliding window."""
+    own = {"head_dim": 8, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "sliding_window": WINDOW}
+    return build(Gemma2ForCausalLM, Gemma2Config(**COMMON | own | changes))
+
+
+def gpt_oss(**changes: Any) -> PreTrainedModel:
+    """A learned sink logit in every head, every other layer with a sliding window; eager only."""
+    own = {"head_dim": 8, "sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}
+    own |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    return build(GptOssForCausalLM, GptOssConfig(**COMMON | own | changes))
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "llama_6_over_3": partial(llama, hidden_size=48, num_attention_heads=6, num_key_value_heads=3),
@@ -138,6 +155,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "phi3": phi3,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+}
+
+# What only the files that recompute attention are tried on, besides.
+ATTENTION_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = FAMILIES | {
+    "gemma2": partial(gemma2, attn_implementation="eager"),
+    "gpt_oss": gpt_oss,
 }
 
 

@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.observables.arithmetic import wide
@@ -32,23 +33,46 @@ class Rule:
     softcap: float | None = None
     sinks: Float[Tensor, " head"] | None = None
 
+    @classmethod
+    def of_call(cls, query: Tensor, window: int | None, keywords: Mapping[str, Any]) -> Rule:
+        """The rule of a layer with this window, from the keywords that transformers calls its attention with."""
+        scaling = keywords.get("scaling")
+        scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+        return cls(scale, window, keywords.get("softcap"), keywords.get("s_aux"))
+
 
 def attention_weights(
     query: Float[Tensor, "*batch head query d_head"], keys: Float[Tensor, "*batch kv_head key d_head"], rule: Rule
 ) -> Float[Tensor, "*batch head query key"]:
     """The weight of each key for each query; the queries are the last tokens among the keys."""
     n_query, n_key = query.shape[-2], keys.shape[-2]
-    scores = _grouped(wide(query) * rule.scale, keys.shape[-3]) @ wide(keys).mT
+    positions = torch.arange(n_key - n_query, n_key, device=query.device)[None]
+    return weights_and_sinks(wide(query), wide(keys), rule, positions)[0]
+
+
+def weights_and_sinks(
+    query: Float[Tensor, "*batch head query d_head"],
+    keys: Float[Tensor, "*batch kv_head key d_head"],
+    rule: Rule,
+    positions: Int[Tensor, "#head query"],
+) -> tuple[Float[Tensor, "*batch head query key"], Float[Tensor, "*batch head query"]]:
+    """The weight of each key for queries at these positions, and the share of the sink, 0 without one.
+
+    The scores are in the dtype of query and keys, which must be one, the softmax in float32 at least.
+    """
+    n_key = keys.shape[-2]
+    scores = _grouped(query * rule.scale, keys.shape[-3]) @ keys.mT
     scores = scores.reshape(*query.shape[:-1], n_key)
     if rule.softcap is not None:  # in place, here and below: a block of scores is the largest thing there is
         scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    positions = torch.arange(n_key, device=query.device)
-    distance = positions[n_key - n_query :, None] - positions
+    distance = positions[..., None] - torch.arange(n_key, device=query.device)
     scores.masked_fill_((distance < 0) | (distance >= (rule.window or n_key)), -torch.inf)
+    at_least = torch.promote_types(scores.dtype, torch.float32)
     if rule.sinks is None:
-        return scores.softmax(-1)
+        return scores.softmax(-1, at_least), scores.new_zeros(scores.shape[:-1], dtype=at_least)
     sinks = rule.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :n_key]
+    weights = torch.cat([scores, sinks], -1).softmax(-1, at_least)
+    return weights[..., :n_key], weights[..., n_key]
 
 
 def blocks(
@@ -72,8 +96,9 @@ def blocks(
 def weighted_values(
     weights: Float[Tensor, "*batch head query key"], values: Float[Tensor, "*batch kv_head key d_head"]
 ) -> Float[Tensor, "*batch head query d_head"]:
-    """What attention puts out: each query's mean of the values under its weights."""
-    mixed = _grouped(weights, values.shape[-3]) @ wide(values)
+    """What attention puts out: each query's mean of the values under its weights, in the wider dtype of the two."""
+    dtype = torch.promote_types(weights.dtype, values.dtype)
+    mixed = _grouped(weights.to(dtype), values.shape[-3]) @ values.to(dtype)
     return mixed.reshape(*weights.shape[:-1], values.shape[-1])
 
 

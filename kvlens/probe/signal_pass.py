@@ -62,7 +62,7 @@ def read_signals(
             stack.enter_context(models.attention_override(model, WatchedAttention(model, take)))
         with fast_linear():
             states = models.hidden(model, ids[None], cache=cache)[0]
-    _require_finite(states)
+    require_finite(states)
     inputs = {"ids": ids, "counts": counts}
     if cache is not None:
         pairs = [(keys[0], values[0]) for keys, values in models.cache_layers(cache)]
@@ -71,12 +71,12 @@ def read_signals(
         if any("keys" in signal.takes for signal in scalars):
             inputs |= {"keys": torch.stack([k for k, _ in pairs]), "values": torch.stack([v for _, v in pairs])}
     found = read(scalars, [inputs])
-    found |= read([signal for signal in scalars if "logits" in signal.takes], _predictions(model, states, ids))
+    found |= read([signal for signal in scalars if "logits" in signal.takes], predictions(model, states, ids))
     found |= {name: torch.stack(values, -1) for name, values in rows.items()}
     return {signal.name: found[signal.name].float().cpu().numpy() for signal in signals}
 
 
-def _require_finite(states: Float[Tensor, "pos d_model"]) -> None:
+def require_finite(states: Float[Tensor, "pos d_model"]) -> None:
     """Nothing; raises ModelRefused where a signal would be read off numbers that are none."""
     if not bool(torch.isfinite(states).all()):
         raise ModelRefused(
@@ -84,7 +84,7 @@ def _require_finite(states: Float[Tensor, "pos d_model"]) -> None:
         )
 
 
-def _predictions(model: Model, states: Float[Tensor, "pos d_model"], ids: Int[Tensor, " pos"]) -> Chunks:
+def predictions(model: Model, states: Float[Tensor, "pos d_model"], ids: Int[Tensor, " pos"]) -> Chunks:
     """Logits and ids of the trace, some tokens at a time."""
     for block, piece in zip(states.split(BLOCK_ROWS), ids.split(BLOCK_ROWS), strict=True):
         with fast_linear():
@@ -106,13 +106,7 @@ class WatchedAttention:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any = None, **kwargs: Any
     ) -> tuple[Float[Tensor, "one query head d_head"], None]:
         """The attention output."""
-        scaling = kwargs.get("scaling")
-        rule = Rule(
-            float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-            self._windows[id(module)],
-            kwargs.get("softcap"),
-            kwargs.get("s_aux"),
-        )
+        rule = Rule.of_call(query, self._windows[id(module)], kwargs)
         outputs: list[Tensor] = []
 
         def weights() -> Chunks:

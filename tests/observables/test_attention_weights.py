@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
+import oracles
 import pytest
 import signal_oracles
 import tiny
 import torch
+from allocations import peak_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from kvlens.model import attention_override, logits, wrap
 from kvlens.observables.attention_weights import ROWS, Rule, attention_weights, blocks, weighted_values
@@ -25,36 +22,11 @@ N = 26
 ATTENTION = [signal for signal in TABLE if "attention" in signal.needs]
 
 
-def gemma2() -> Any:
-    """Soft-capped scores, every other layer with a sliding window."""
-    own = {"head_dim": 8, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "sliding_window": tiny.WINDOW}
-    return tiny.build(Gemma2ForCausalLM, Gemma2Config(**tiny.COMMON | own))
-
-
-def gpt_oss() -> Any:
-    """A learned sink logit in every head."""
-    own = {"head_dim": 8, "sliding_window": tiny.WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}
-    own |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    return tiny.build(GptOssForCausalLM, GptOssConfig(**tiny.COMMON | own))
-
-
-FAMILIES: dict[str, Callable[[], Any]] = tiny.FAMILIES | {"gemma2": gemma2, "gpt_oss": gpt_oss}
-
-
-@torch.no_grad()
-def eager(build: Callable[[], Any], ids: Tensor) -> list[np.ndarray]:
-    """The weights that the model's own eager attention reports, [head, query, key] a layer."""
-    model = build()
-    model.set_attn_implementation("eager")
-    found = model(ids[None], output_attentions=True, use_cache=False).attentions
-    return [weights[0].numpy() for weights in found]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiny.ATTENTION_FAMILIES)
 def test_mass_and_entropy_are_those_of_the_models_own_eager_attention(name: str) -> None:
     ids = tiny.token_ids(N)[0]
-    layers = eager(FAMILIES[name], ids)
-    found = read_signals(wrap(FAMILIES[name]()), ids, ATTENTION, torch.ones_like(ids))
+    layers = oracles.eager_weights(tiny.ATTENTION_FAMILIES[name], ids)
+    found = read_signals(wrap(tiny.ATTENTION_FAMILIES[name]()), ids, ATTENTION, torch.ones_like(ids))
     for signal in ATTENTION:
         truth = np.stack([getattr(signal_oracles, signal.name)(weights) for weights in layers], -1)
         np.testing.assert_allclose(found[signal.name], truth, atol=5e-5)
@@ -62,11 +34,11 @@ def test_mass_and_entropy_are_those_of_the_models_own_eager_attention(name: str)
     assert np.allclose(total, N, atol=1e-4) != (name == "gpt_oss")  # what a sink takes, no key has
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiny.ATTENTION_FAMILIES)
 @torch.no_grad()
 def test_watching_attention_leaves_the_models_numbers(name: str) -> None:
     """The pass runs through the recomputed attention, so a wrong output would spoil every other signal."""
-    family, ids = wrap(FAMILIES[name]()), tiny.token_ids(N)
+    family, ids = wrap(tiny.ATTENTION_FAMILIES[name]()), tiny.token_ids(N)
     family.hf.set_attn_implementation("eager")  # the one that soft-caps
     truth = family.hf(ids, use_cache=False).logits
     seen: list[int] = []
@@ -137,14 +109,6 @@ def test_half_precision_scores_are_float32() -> None:
 
 
 # Memory
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most that tensors took at any moment of the run, beside what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda event: event.start_ns())))
 
 
 def test_memory_is_linear_in_the_trace() -> None:

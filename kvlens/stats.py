@@ -145,6 +145,48 @@ def over_traces(values: Float[np.ndarray, "trace ..."], *, seed: int, n_draws: i
     return OverTraces(means[0].reshape(shape), low.reshape(shape), high.reshape(shape), n.reshape(shape))
 
 
+def auc_over_traces(
+    scores: Float[np.ndarray, "row column"],
+    truth: Bool[np.ndarray, " row"],
+    trace: Int[np.ndarray, " row"],
+    *,
+    seed: int,
+    stratum: Int[np.ndarray, " row"] | None = None,
+    n_draws: int = N_DRAWS,
+) -> OverTraces:
+    """The AUC of each column over all rows, and its 95 % percentile interval from resampling whole traces.
+
+    With `stratum` only rows of the same stratum are compared. `n` counts the traces; NaN where a column has a NaN or
+    there are not both kinds of rows, no interval under two traces.
+
+    Pairs are counted once by the traces they come from; a bootstrap sample then weights those counts, which is exact.
+    """
+    names, code = np.unique(trace, return_inverse=True)
+    strata = np.zeros(len(truth), dtype=int) if stratum is None else np.unique(stratum, return_inverse=True)[1]
+    shape = (scores.shape[1], len(names), len(names))
+    above, pairs = np.zeros(shape), np.zeros(shape[1:])
+    for rows in np.split(np.argsort(strata, kind="stable"), np.cumsum(np.bincount(strata))[:-1]):
+        yes, no = rows[truth[rows]], rows[~truth[rows]]
+        n_yes, n_no = (np.bincount(code[kind], minlength=len(names)) for kind in (yes, no))
+        pairs += np.outer(n_yes, n_no)
+        for other in np.flatnonzero(n_no).tolist():
+            rivals = np.sort(scores[no[code[no] == other]], axis=0)
+            for column, score in enumerate(scores[yes].T):
+                below = np.searchsorted(rivals[:, column], score, "left")
+                wins = (below + np.searchsorted(rivals[:, column], score, "right")) / 2
+                above[column, :, other] += np.bincount(code[yes], weights=wins, minlength=len(names))
+    weights = resampled(len(names), n_draws, seed)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = np.einsum("da,cab,db->dc", weights, above, weights, optimize=True)
+        found = found / np.einsum("da,ab,db->d", weights, pairs, weights, optimize=True)[:, None]
+    found[:, ~np.isfinite(scores).all(0)] = np.nan
+    low, high = np.full(shape[0], np.nan), np.full(shape[0], np.nan)
+    for column in np.flatnonzero(np.isfinite(found[0]) & (len(names) >= 2)).tolist():
+        draws = found[1:, column]
+        low[column], high[column] = np.quantile(draws[np.isfinite(draws)], [LEVEL / 2, 1 - LEVEL / 2])
+    return OverTraces(found[0], low, high, np.full(shape[0], len(names)))
+
+
 def sign_flips(n_traces: int, seed: int, n_draws: int = N_DRAWS) -> Float[np.ndarray, "flip trace"]:
     """Signs of whole traces, +1 or -1: every pattern where `n_draws` rows hold them all, else drawn ones.
 

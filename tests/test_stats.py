@@ -225,3 +225,65 @@ def test_the_chance_of_the_top_is_that_of_random_ties(values: list[float], seed:
     assert not (drawn & (found == 0)).any()
     assert drawn[found == 1].all()
     assert all(len(set(found[numbers == value])) == 1 for value in set(values))
+
+
+def grouped(seed: int, n: int = 240, n_traces: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Two columns of scores with ties, which rows are true, and the trace and stratum of each."""
+    random = np.random.default_rng(seed)
+    truth, trace = random.random(n) < 0.4, random.integers(0, n_traces, n) * 10
+    scores = np.round(random.normal(size=(n, 2)) + truth[:, None] * np.array([1.0, 0.0]), 1)
+    return scores, truth, trace, random.integers(0, 3, n)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_auc_over_traces_is_sklearns_and_its_draws_are_repeated_rows(seed: int) -> None:
+    scores, truth, trace, _ = grouped(seed)
+    found = stats.auc_over_traces(scores, truth, trace, seed=1, n_draws=60)
+    names, counts = np.unique(trace), stats.resampled(6, 60, 1).astype(int)
+    for column in range(2):
+        assert found.mean[column] == pytest.approx(roc_auc_score(truth, scores[:, column]))
+        draws = []
+        for count in counts[1:]:
+            rows = np.concatenate(
+                [np.flatnonzero(trace == name).repeat(c) for name, c in zip(names, count, strict=True)]
+            )
+            draws.append(roc_auc_score(truth[rows], scores[rows, column]))
+        low, high = np.quantile(draws, [0.025, 0.975])
+        assert (found.low[column], found.high[column]) == pytest.approx((low, high))
+    assert found.n.tolist() == [6, 6]
+
+
+def test_an_auc_within_strata_counts_pairs_of_one_stratum() -> None:
+    scores, truth, trace, stratum = grouped(5)
+    found = stats.auc_over_traces(scores, truth, trace, seed=0, stratum=stratum).mean
+    for column in range(2):
+        wins = pairs = 0.0
+        for name in range(3):
+            yes, no = (scores[(stratum == name) & kind, column] for kind in (truth, ~truth))
+            wins += (yes[:, None] > no).sum() + 0.5 * (yes[:, None] == no).sum()
+            pairs += len(yes) * len(no)
+        assert found[column] == pytest.approx(wins / pairs)
+
+
+def test_an_auc_over_traces_without_a_meaning_has_none() -> None:
+    scores, truth, trace, _ = grouped(6)
+    scores[3, 0] = np.nan
+    found = stats.auc_over_traces(scores, truth, trace, seed=0)
+    assert np.isnan([found.mean[0], found.low[0], found.high[0]]).all()
+    assert np.isfinite([found.mean[1], found.low[1], found.high[1]]).all()
+    assert np.isnan(stats.auc_over_traces(scores, np.ones(240, dtype=bool), trace, seed=0).mean).all()
+    alone = stats.auc_over_traces(scores[:, 1:], truth, np.zeros(240, dtype=int), seed=0)
+    assert np.isfinite(alone.mean).all()
+    assert np.isnan(alone.low).all()
+
+
+def test_the_interval_of_an_auc_covers_the_planted_one() -> None:
+    """Scores of both kinds are normal, one apart, so the AUC is Phi(1 / sqrt 2); traces shift both kinds alike."""
+    planted, covered = scipy.stats.norm.cdf(1 / np.sqrt(2)), []
+    random = np.random.default_rng(0)
+    for run in range(100):
+        trace, truth = np.repeat(np.arange(30), 40), random.random(1200) < 0.5
+        scores = random.normal(size=1200) + truth + 0.02 * random.normal(size=30)[trace]
+        found = stats.auc_over_traces(scores[:, None], truth, trace, seed=run, n_draws=400)
+        covered.append(found.low[0] <= planted <= found.high[0])
+    assert 88 <= sum(covered) <= 99

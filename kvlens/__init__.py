@@ -19,6 +19,7 @@ _PUBLIC = {
     "bands": "kvlens.discover.bands:bands",
     "signals": "kvlens.discover.ranking:signals",
     "compare_labels": "kvlens.discover.agreement:compare_labels",
+    "ceilings": "kvlens.studies.ceilings:ceilings",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",
     "models": "kvlens.cached:cached_models",

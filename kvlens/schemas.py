@@ -22,6 +22,7 @@ SIGNALS = "kvlens.signals/1"
 BANDS = "kvlens.bands/1"
 RANKING = "kvlens.ranking/1"
 AGREEMENT = "kvlens.agreement/1"
+CEILINGS = "kvlens.ceilings/1"
 
 
 def _schema(required: Iterable[tuple[str, pa.DataType]], optional: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -121,16 +122,101 @@ AGREEMENT_TABLES: dict[str, pa.Schema] = {
     )
 }
 
+_ROW = [("trace_id", pa.string()), ("layer", pa.int16()), ("head", pa.int16()), ("query", pa.int32())]
+
+
+def _numbers(*names: str) -> list[tuple[str, pa.DataType]]:
+    return [(name, pa.float64()) for name in names]
+
+
+# One line for each sampled query row and budget, errors in the units of values; `cells` is of the predictors' budget.
+CEILINGS_TABLES: dict[str, pa.Schema] = {
+    "rows": _schema(
+        [
+            *_ROW,
+            ("n_keys", pa.int32()),
+            ("budget", pa.int32()),
+            *_numbers("top_mass_error", "best_error", "balanced_error"),
+            ("scope", pa.string()),  # of the exact optimum: pool | all
+            *_numbers("dropped_mass", "kappa", "ceiling"),
+            ("closable", pa.bool_()),
+            ("n_subsets", pa.int64()),
+            ("exact", pa.bool_()),
+            ("effective_rank", pa.float64()),
+        ],
+        _numbers("free_error", "free_gap", "free_top_error", "free_top_gap", "free_search_error", "free_search_gap"),
+    ),
+    "nulls": _schema(
+        [
+            *_ROW,
+            ("null", pa.string()),
+            ("budget", pa.int32()),
+            *_numbers("top_mass_error", "best_error", "dropped_mass", "kappa", "ceiling"),
+            ("closable", pa.bool_()),
+        ],
+        [],
+    ),
+    "statistics": _schema(
+        _ROW,
+        _numbers(
+            *("dropped_mass", "residual", "bound", "spread", "entropy", "max_weight", "effective_rank"),
+            "key_norm_spread",
+        ),
+    ),
+    "excess": _schema(
+        [*_ROW, ("budget", pa.int32()), ("rule", pa.string()), *_numbers("error", "excess")],
+        [],
+    ),
+    "groups": _schema(
+        [
+            ("trace_id", pa.string()),
+            ("layer", pa.int16()),
+            ("first_head", pa.int16()),
+            ("n_heads", pa.int16()),
+            ("query", pa.int32()),
+            ("budget", pa.int32()),
+            *_numbers("shared_error", "top_mass_error", "best_error", "cost", "excess"),
+        ],
+        [],
+    ),
+    "cells": _schema(
+        [
+            ("layer", pa.int16()),
+            ("head", pa.int16()),
+            ("median_dropped_mass", pa.float64()),
+            ("flat", pa.bool_()),
+            ("n_rows", pa.int32()),
+        ],
+        _numbers("auc"),
+    ),
+    "cross_entropy": _schema(
+        [
+            ("trace_id", pa.string()),
+            ("n_tokens", pa.int32()),
+            ("arm", pa.string()),  # flat | random | all cells
+            ("n_cells", pa.int32()),
+            *_numbers("unchanged_nats", "nats"),
+        ],
+        [],
+    ),
+}
+
 SCHEMAS: dict[str, dict[str, pa.Schema]] = {
     LABELS: LABELS_TABLES,
     SIGNALS: SIGNALS_TABLES,
     BANDS: {},
     RANKING: RANKING_TABLES,
     AGREEMENT: AGREEMENT_TABLES,
+    CEILINGS: CEILINGS_TABLES,
 }
 
 # What a run writes besides tables: `NAME.json`, each a document with its own schema.
-DOCUMENTS: dict[str, tuple[str, ...]] = {BANDS: ("bands",), RANKING: ("fitted",), AGREEMENT: ("agreement",)}
+DOCUMENTS: dict[str, tuple[str, ...]] = {
+    BANDS: ("bands",),
+    RANKING: ("fitted",),
+    AGREEMENT: ("agreement",),
+    CEILINGS: ("summary",),
+}
 
 
 def table_schema(schema: str, table: str, config: Mapping[str, Any]) -> pa.Schema:

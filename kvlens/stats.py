@@ -187,6 +187,30 @@ def auc_over_traces(
     return OverTraces(found[0], low, high, np.full(shape[0], len(names)))
 
 
+def median_over_traces(
+    values: Float[np.ndarray, " row"], trace: Int[np.ndarray, " row"], *, seed: int, n_draws: int = 1024
+) -> OverTraces:
+    """The median over all rows (in `mean`), and its 95 % percentile interval from resampling whole traces.
+
+    NaN values are left out; `n` counts the traces that have others. The lower of the two middle values is taken.
+    """
+    known = ~np.isnan(values)
+    order = np.argsort(values[known], kind="stable")
+    names, code = np.unique(trace[known][order], return_inverse=True)
+    if not len(order):
+        nothing = np.array(np.nan)
+        return OverTraces(nothing, nothing, nothing, np.array(0))
+    ranked = values[known][order]
+    medians = np.empty(n_draws)
+    for draw, weights in enumerate(resampled(len(names), n_draws, seed)):
+        total = np.cumsum(weights[code])
+        medians[draw] = ranked[np.searchsorted(total, total[-1] / 2)]
+    ends = (
+        np.quantile(medians[1:], [LEVEL / 2, 1 - LEVEL / 2], method="nearest") if len(names) > 1 else (np.nan, np.nan)
+    )
+    return OverTraces(np.array(medians[0]), np.array(ends[0]), np.array(ends[1]), np.array(len(names)))
+
+
 def sign_flips(n_traces: int, seed: int, n_draws: int = N_DRAWS) -> Float[np.ndarray, "flip trace"]:
     """Signs of whole traces, +1 or -1: every pattern where `n_draws` rows hold them all, else drawn ones.
 

@@ -39,6 +39,7 @@ VERBS = (
     Verb("bands", "kvlens.cli.bands", "Find the layers whose signal goes with importance."),
     Verb("signals", "kvlens.cli.signals", "Rank signals by how well they tell which tokens matter."),
     Verb("compare-labels", "kvlens.cli.compare_labels", "Compare two label runs of the same traces."),
+    Verb("ceilings", "kvlens.cli.ceilings", "Measure how much any choice of kept keys could gain over the largest."),
     Verb("inspect", "kvlens.cli.inspect", "Show which tokens mattered in a run, as a table or an HTML page."),
     Verb("doctor", "kvlens.cli.doctor", "Report versions, device, attention backends and whether hooks bite."),
     Verb("models", "kvlens.cli.models", "List the models in the cache folder."),

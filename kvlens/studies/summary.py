@@ -1,0 +1,129 @@
+"""What do all rows of a ceilings run say, and what do the nulls say beside them? The content of `summary.json`.
+
+1. For each budget, of the real rows and of every null: the median ceiling, kappa, and the AUC of the dropped mass at
+   that budget for `closable`. Intervals resample whole documents.
+2. Of the real rows also: how often the largest weights or balancing swaps are optimal, pi = best / free weights, the
+   same with Frank-Wolfe's set, what rules and shared sets cost.
+3. At one budget: the dropped mass against its rivals as predictors, and the flat cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from kvlens.discover.ceilings import cells
+from kvlens.discover.dropped_mass import predictor_table
+from kvlens.stats import auc_over_traces, median_over_traces
+
+CLOSE = 1.5  # kappa, as the paper counts rows that are nearly best
+SAME = 1 + 1e-9  # errors equal but for rounding
+
+
+def summarise(tables: Mapping[str, pd.DataFrame], budgets: Sequence[int], at: int, seed: int) -> dict[str, Any]:
+    """The summary of the tables of `row_tables`; `at` is the budget of the predictors."""
+    rows, nulls = tables["rows"], tables.get("nulls")
+    found: dict[str, Any] = {
+        "n_rows": int((rows.budget == budgets[0]).sum()),
+        "n_instances": len(rows),
+        "n_documents": int(rows.trace_id.nunique()),
+        "share_exact": float(rows.exact.mean()),
+        "predictor_budget": at,
+        "budgets": [],
+    }
+    for budget in budgets:
+        chosen = rows[rows.budget == budget]
+        drawn = [] if nulls is None else nulls[nulls.budget == budget].groupby("null", sort=False)
+        found["budgets"].append(
+            {
+                "budget": budget,
+                "real": {**ceiling_facts(chosen, seed), **_beside(chosen, seed)},
+                "nulls": {str(name): ceiling_facts(part, seed) for name, part in drawn},
+            }
+        )
+    found["rules"] = _by_rule(tables["excess"], budgets, seed)
+    found["shared_sets"] = _shared(tables["groups"], budgets, seed)
+    one = rows[rows.budget == at].reset_index(drop=True)
+    statistics = tables["statistics"].drop(columns=["trace_id", "layer", "head", "query"])
+    found["predictors"] = predictor_table(
+        {name: statistics[name].to_numpy() for name in statistics},
+        one.closable.to_numpy(),
+        _documents(one),
+        one["layer"].to_numpy() * 10_000 + one["head"].to_numpy(),
+        seed=seed,
+    )
+    table = cell_table(one)
+    found["cells"] = {"n": len(table), "n_flat": int(table.flat.sum()), "median_auc": float(np.nanmedian(table.auc))}
+    return found
+
+
+def cell_table(one: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `cells.parquet`, from the rows at the predictors' budget."""
+    columns = (one[name].to_numpy() for name in ("layer", "head", "dropped_mass", "closable"))
+    return pd.DataFrame(cells(*columns))
+
+
+def ceiling_facts(rows: pd.DataFrame, seed: int) -> dict[str, Any]:
+    """What rows of one budget say: real ones or a null's."""
+    documents = _documents(rows)
+    area = auc_over_traces(rows.dropped_mass.to_numpy()[:, None], rows.closable.to_numpy(), documents, seed=seed)
+    return {
+        "ceiling": _median(rows.ceiling.to_numpy(), documents, seed),
+        "kappa": _median(rows.kappa.to_numpy(), documents, seed),
+        "share_kappa_close": float((rows.kappa <= CLOSE).mean()),
+        "share_closable": float(rows.closable.mean()),
+        "auc": {"mean": float(area.mean[0]), "low": float(area.low[0]), "high": float(area.high[0])},
+    }
+
+
+def _beside(rows: pd.DataFrame, seed: int) -> dict[str, Any]:
+    """What is measured of real rows alone."""
+    documents, best = _documents(rows), rows.best_error.to_numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = {
+            name: best / rows[column].to_numpy()
+            for name, column in (("pi", "free_error"), ("pi_search", "free_search_error"))
+        }
+    return {
+        "share_top_mass_optimal": float((rows.top_mass_error <= best * SAME).mean()),
+        "share_balanced_optimal": float((rows.balanced_error <= best * SAME).mean()),
+        "share_whole_scope": float((rows.scope == "all").mean()),
+        **{name: _median(np.where(best > 0, ratio, np.nan), documents, seed) for name, ratio in ratios.items()},
+    }
+
+
+def _by_rule(table: pd.DataFrame, budgets: Sequence[int], seed: int) -> dict[str, Any]:
+    """By rule and budget, the median excess over the optimum."""
+    return {
+        str(rule): {
+            str(budget): _median(
+                part.excess[part.budget == budget].to_numpy(), _documents(part[part.budget == budget]), seed
+            )
+            for budget in budgets
+        }
+        for rule, part in table.groupby("rule", sort=False)
+    }
+
+
+def _shared(table: pd.DataFrame, budgets: Sequence[int], seed: int) -> dict[str, Any]:
+    """By budget, the median cost and excess of one set for a KV group; None where no group has two heads."""
+    if table.n_heads.max() < 2:
+        return {}
+    parts = {budget: table[table.budget == budget] for budget in budgets}
+    return {
+        str(budget): {name: _median(part[name].to_numpy(), _documents(part), seed) for name in ("cost", "excess")}
+        for budget, part in parts.items()
+    }
+
+
+def _documents(rows: pd.DataFrame) -> np.ndarray:
+    return np.unique(rows.trace_id.to_numpy(dtype=str), return_inverse=True)[1]
+
+
+def _median(values: Float[np.ndarray, " row"], documents: np.ndarray, seed: int) -> dict[str, float]:
+    found = median_over_traces(values, documents, seed=seed)
+    return {"median": float(found.mean), "low": float(found.low), "high": float(found.high)}

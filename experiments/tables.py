@@ -142,12 +142,50 @@ def observe(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+SOURCES = {"project": "written here", "math": "others', MATH", "gsm8k": "others', GSM8K", "own": "the model's own"}
+PAIRS = ("evict / knockout", "evict / substitute", "knockout / substitute")
+
+
+def real_bands(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Bands on real traces ({found['model']}, {found['dtype']}, windows of {found['window']} at stride "
+        f"{found['stride']}, `experiments/02_bands.py`). Verdicts in the order `evict`, `knockout`, `substitute`; the "
+        "correlations are the largest of any layer under `evict`: mean over traces with position partialled out and "
+        "its interval (of the layer alone, chosen for its size), and pooled over tokens with the trend left in.",
+        "",
+        "| traces | n | hidden change, mean of 64 | largest | pooled | z-score | key variance | attention mass |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, source in found["sources"].items():
+        verdicts = [
+            ", ".join("yes" if rows[signal]["verdict"] == "bands" else "no" for rows in source["bands"].values())
+            for signal in ("hidden_change_rolling", "hidden_change_z", "key_var", "attention_mass")
+        ]
+        one = source["bands"]["evict"]["hidden_change_rolling"]
+        largest, pooled = one["largest"], one["largest_pooled"]
+        size = f"{largest['mean_rho']:+.2f} [{largest['low']:+.2f}, {largest['high']:+.2f}]"
+        lines.append(
+            f"| {SOURCES[name]} | {one['n_traces']} | {verdicts[0]} | {size} | {pooled['pooled_rho']:+.2f} | "
+            f"{verdicts[1]} | {verdicts[2]} | {verdicts[3]} |"
+        )
+    lines += ["", "Rank agreement (Spearman) of the interventions, mean over traces with a 95 % interval:", ""]
+    lines += ["| traces | n | " + " | ".join(PAIRS) + " |", "|---|---|---|---|---|"]
+    for name, source in found["sources"].items():
+        pairs = [source["agreement"][pair] for pair in PAIRS]
+        shown = (
+            f"{p['spearman']['mean']:.2f} [{p['spearman']['low']:.2f}, {p['spearman']['high']:.2f}]" for p in pairs
+        )
+        lines.append(f"| {SOURCES[name]} | {pairs[0]['n_traces']} | " + " | ".join(shown) + " |")
+    return lines
+
+
 def block() -> str:
     tables = (
         ("01_label_speed", speed),
         ("01_planted", planted),
         ("01_screen", screen),
         ("02_observe_speed", observe),
+        ("02_bands", real_bands),
         ("02_band_power", band_power),
     )
     parts = [write(found) for name, write in tables if (found := result(name))]

@@ -19,6 +19,7 @@ from kvlens.loading import Run, load
 from kvlens.page_style import visible
 from kvlens.plots.style import INK, MINUS, NOISE, PLUS, SOFT, TEXT_POINTS, axes, describe
 from kvlens.schemas import AGREEMENT, RANKING
+from kvlens.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +97,7 @@ def signal_ranking(ranking: Run | str | Path, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(rows)), [_name(row) for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     fitted = run.documents["fitted"]
-    more = f", {left} more" if left > 0 else ""
+    more = f", {counted(left, 'weaker signal')} left out" if left > 0 else ""
     n = max(row["n_traces"] for row in rows)
     title = [visible(f"{_model(fitted['model'])}, {fitted['intervention']}"), f"n = {n} traces{more}, open: not causal"]
     describe(ax, title, "rank correlation with the effect", "", width=25)

@@ -29,7 +29,7 @@ SEEN = {"hook_v": "values", "hook_k": "keys", "hook_rot_k": "keys", "hook_patter
 NO_SHARE = 1e-5  # a sum of float32 weights may miss 1 by less
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def read_rows_by_hooks(
     lens: Lens,
     tokens: Tokens,

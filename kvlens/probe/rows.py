@@ -139,7 +139,7 @@ def choose_queries(
     return edges[:-1] + steps
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: blocks live on, and its tensors could not be changed in place
 def read_rows(
     model: Model,
     tokens: Tokens,

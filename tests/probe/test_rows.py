@@ -208,6 +208,12 @@ def test_reading_rows_leaves_the_model_as_it_was_also_after_an_exception() -> No
     assert torch.equal(models.logits(model, ids), before)
 
 
+def test_blocks_are_ordinary_tensors_without_gradient() -> None:
+    (block, *_), _ = captured(family("llama"))
+    block.weights.div_(block.weights.sum(-1, keepdim=True))  # inference tensors refuse this
+    assert not block.weights.requires_grad
+
+
 def test_the_generator_gives_trace_after_trace_layer_after_layer() -> None:
     model = family("llama")
     other = dataclasses.replace(tiny.as_tokens(tiny.token_ids(15, seed=1), 1), trace=Trace("other"))
@@ -355,6 +361,18 @@ def test_a_block_keeps_nothing_alive_but_itself(name: str) -> None:
             tensor = getattr(block, field)
             if isinstance(tensor, Tensor):
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes, field
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", tiny.ATTENTION_FAMILIES)
+def test_a_gpu_gives_the_same_rows(name: str) -> None:
+    here, _ = captured(family(name))
+    there, check = captured(wrap(tiny.ATTENTION_FAMILIES[name]().cuda(), name=name))
+    assert (check.n_off, len(there)) == (0, len(here))
+    for a, b in zip(here, there, strict=True):
+        for field in ("heads", "queries", "weights", "values", "dense", "sink", "key_norms", "n_keys"):
+            assert getattr(b, field).is_cuda
+            torch.testing.assert_close(getattr(b, field).cpu(), getattr(a, field), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.real

@@ -2,7 +2,7 @@
 
 1. Start at A*, the largest weights.
 2. Of all swaps of one kept key for one that is not, take the one with the lowest error. With S = sum of the kept
-   contributions, ||S - c_out + c_in||^2 needs only S, the swapped pair and their inner product.
+   contributions, ||S - c_out + c_in||^2 needs only inner products, which are the same for all swaps of a row.
 3. Stop where the best swap, evaluated directly, does not lower the error.
 
 `balance` swaps within a pool, so nothing it finds beats the pool's exact optimum; `balance_all_keys` brings in any key
@@ -18,9 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvlens.discover.instances import Instances, Pool, make_pool, set_errors
-
-TIED = 1 - 1e-12  # an error this close below another is the same but for rounding: the set that came first stays
+from kvlens.discover.instances import TIED, Instances, Pool, make_pool, set_errors
 
 
 class Chosen(NamedTuple):
@@ -39,39 +37,52 @@ def top_mass(pool: Pool, budget: int) -> Chosen:
 def balance(pool: Pool, budget: int) -> Chosen:
     """The set where the best swap within the pool no longer helps.
 
-    Cost: a handful of swaps a row, each budget x (pool - budget) numbers.
+    Cost: a handful of swaps a row, each pool x pool numbers.
     """
     error, members = top_mass(pool, budget)
     active = np.flatnonzero(error > 0)
+    now = pool.take(active)
+    products = now.vectors @ now.vectors.mT
+    fixed = (now.vectors @ now.offset[:, :, None])[:, :, 0]
     while len(active):
-        now = pool.take(active)
-        tried = _best_swap(now, members[active])
+        tried = _best_swap(now, products, fixed, members[active])
         found = set_errors(now, tried)
         better = found < error[active] * TIED
         active = active[better]
         error[active], members[active] = found[better], tried[better]
+        now, products, fixed = now.take(better), products[better], fixed[better]
     return Chosen(error, members)
 
 
-def _best_swap(pool: Pool, members: Int[np.ndarray, "row kept"]) -> Int[np.ndarray, "row kept"]:
-    """Each row's set after the swap that gives the lowest error; of equal ones the first by place."""
-    n_rows = len(members)
+def _best_swap(
+    pool: Pool,
+    products: Float[np.ndarray, "row pool pool"],
+    fixed: Float[np.ndarray, "row pool"],
+    members: Int[np.ndarray, "row kept"],
+) -> Int[np.ndarray, "row kept"]:
+    """Each row's set after the swap that gives the lowest error; of equal ones the first by place.
+
+    `products` are <c_i, c_j>, `fixed` <c_i, offset>.
+    """
+    n_rows, budget = members.shape
+    row = np.arange(n_rows)[:, None]
     kept = np.zeros(pool.keys.shape, dtype=bool)
-    np.put_along_axis(kept, members, True, 1)
+    kept[row, members] = True
     others = np.nonzero(~kept)[1].reshape(n_rows, -1)
-    c_out, c_in = (np.take_along_axis(pool.vectors, places[:, :, None], 1) for places in (members, others))
-    p_out, p_in = (np.take_along_axis(pool.weights, places, 1) for places in (members, others))
-    total = (pool.offset + c_out.sum(1))[:, :, None]
-    mass = pool.offset_weight + p_out.sum(1)
-    # ||S - c_out||^2 + 2 <S - c_out, c_in> + ||c_in||^2
-    left = total - c_out.transpose(0, 2, 1)
-    squared = (left**2).sum(1)[:, :, None] + (c_in**2).sum(2)[:, None] + 2 * (left.transpose(0, 2, 1) @ c_in.mT)
-    masses = (mass[:, None] - p_out)[:, :, None] + p_in[:, None]
+    along = fixed + (products @ kept[:, :, None])[:, :, 0]  # <c_i, S>
+    length = (pool.offset**2).sum(1) + ((along + fixed) * kept).sum(1)  # ||S||^2
+    own = np.diagonal(products, axis1=1, axis2=2)
+    # ||S - c_out + c_in||^2
+    out = length[:, None] + (own - 2 * along)[row, members]
+    into = (own + 2 * along)[row, others]
+    squared = out[:, :, None] + into[:, None] - 2 * products[row[:, :, None], members[:, :, None], others[:, None]]
+    mass = pool.offset_weight + (pool.weights * kept).sum(1)
+    masses = (mass[:, None] - pool.weights[row, members])[:, :, None] + pool.weights[row, others][:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         errors = np.where(masses > 0, squared / masses**2, np.inf)
-    out, into = np.divmod(errors.reshape(n_rows, -1).argmin(1), others.shape[1])
+    swap_out, swap_in = np.divmod(errors.reshape(n_rows, -1).argmin(1), pool.size - budget)
     tried = members.copy()
-    tried[np.arange(n_rows), out] = others[np.arange(n_rows), into]
+    tried[row[:, 0], swap_out] = others[row[:, 0], swap_in]
     tried.sort(axis=1)
     return tried
 

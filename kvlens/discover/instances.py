@@ -32,6 +32,7 @@ from kvlens.errors import InputError
 MOST_EXTRA = 24
 MOST_SUBSETS = 2**17
 OFF_ONE = 1e-3  # what float32 softmax weights over a hundred thousand keys may sum to beside 1
+TIED = 1 - 1e-10  # an error that is not below this share of another is no better: the set that came first stays
 ROUNDING = 32 * float(np.finfo(np.float64).eps)
 
 
@@ -219,8 +220,8 @@ class Pool(NamedTuple):
     def size(self) -> int:
         return int(self.keys.shape[1])
 
-    def take(self, rows: Int[np.ndarray, " chosen"]) -> Pool:
-        """The pools of some rows (a row may come more than once)."""
+    def take(self, rows: Int[np.ndarray, " chosen"] | Bool[np.ndarray, " row"]) -> Pool:
+        """The pools of some rows, by number or mask."""
         return Pool(*(column[rows] for column in self))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations
 
 import numpy as np
@@ -10,10 +11,11 @@ import subset_oracles as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlens.discover import subsets
+from kvlens.discover import halves, kernel, subsets
 from kvlens.discover.balancing import balance, top_mass
 from kvlens.discover.instances import Pool, instances, make_pool, set_errors
 from kvlens.discover.subsets import best_subsets
+from kvlens.errors import EnvironmentLacks
 
 
 def slow_best(pool: Pool, row: int, budget: int) -> float:
@@ -74,18 +76,31 @@ def test_the_start_the_threads_and_the_device_do_not_matter(budget: int) -> None
         np.testing.assert_array_equal(other.members, reference.members)
 
 
-def test_blocks_of_every_shape_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that do not divide the tables, one row at a time, few sets at once."""
+def test_blocks_of_every_size_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than run side by side, in blocks of a few; on a device one row at a time, few sets at once."""
     random = np.random.default_rng(8)
-    rows = instances(oracle.softmax_rows(random, 5, 40), random.normal(size=(40, 2)))
-    pool = make_pool(rows, 5, n_extra=8)
-    expected = [slow_best(pool, row, 5) for row in range(5)]
-    for block, product, width, checked in ((2**18, 2**18, 128, 2048), (700, 300, 7, 3), (1, 1, 1, 1)):
-        monkeypatch.setattr(subsets, "BLOCK_FLOATS", block)
-        monkeypatch.setattr(subsets, "PRODUCT", product)
-        monkeypatch.setattr(subsets, "TILE_WIDTH", width)
-        monkeypatch.setattr(subsets, "RECHECKED_AT_ONCE", checked)
-        np.testing.assert_allclose(best_subsets(pool, 5).error, expected, rtol=1e-9)
+    rows = instances(oracle.softmax_rows(random, 150, 40), random.normal(size=(40, 2)))
+    for budget in (5, 12):
+        pool = make_pool(rows, budget, n_extra=4)
+        expected = [slow_best(pool, row, budget) for row in range(150)]
+        np.testing.assert_allclose(best_subsets(pool, budget).error, expected, rtol=1e-9)
+        with monkeypatch.context() as patch:
+            patch.setattr(subsets, "ROWS_AT_ONCE", 7)
+            np.testing.assert_allclose(best_subsets(pool, budget).error, expected, rtol=1e-9)
+            patch.setattr(halves, "BLOCK_FLOATS", 1)
+            patch.setattr(halves, "EVALUATED_AT_ONCE", 3)
+            np.testing.assert_allclose(best_subsets(pool, budget, device="cpu").error, expected, rtol=1e-9)
+
+
+def test_repeated_tokens_tie_by_the_thousand_and_keep_the_largest_weights() -> None:
+    """In a first layer a repeated token has one value: every set of them has the same output."""
+    random = np.random.default_rng(14)
+    values = np.vstack([np.ones((30, 3)), random.normal(size=(4, 3))])
+    weights = np.concatenate([np.full(30, 1 / 31), np.full(4, 1 / 124)])[None]
+    pool = make_pool(instances(weights, values), 8, n_extra=10)
+    for device in (None, "cpu"):
+        found = best_subsets(pool, 8, device=device)
+        assert found.error[0] == pytest.approx(slow_best(pool, 0, 8), rel=1e-9)
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
@@ -166,3 +181,28 @@ def test_nothing_beats_the_optimum_and_balancing_reaches_it_in_most_rows() -> No
         assert (balanced.error < first.error).any()
         reached.append((best.error == balanced.error).mean())
     assert min(reached) > 0.5
+
+
+def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(15)
+    pool = make_pool(instances(oracle.softmax_rows(random, 2, 20), random.normal(size=(20, 3))), 3)
+    expected = best_subsets(pool, 3).error
+    monkeypatch.delitem(sys.modules, "kvlens.discover.kernel")
+    monkeypatch.delattr("kvlens.discover.kernel")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(EnvironmentLacks, match="numba") as caught:
+        best_subsets(pool, 3)
+    assert "lens" in caught.value.hint
+    np.testing.assert_array_equal(best_subsets(pool, 3, device="cpu").error, expected)
+
+
+def test_a_folder_that_cannot_be_written_to_costs_only_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_it = kernel.numba.njit
+
+    def no_place(**options: object) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_it(**options)
+
+    monkeypatch.setattr(kernel.numba, "njit", no_place)
+    assert kernel.compiled(lambda x: x + 1)(2) == 3

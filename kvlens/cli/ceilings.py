@@ -132,7 +132,7 @@ def _nulls(budgets: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 def _facts(found: dict[str, Any]) -> dict[str, str]:
     """What is said in a line each: predictors, cells, rules, shared sets, cross-entropy."""
     at = found["predictor_budget"]
-    best = [f"{line['statistic']} {number(line['auc'], '.2f')}" for line in found["predictors"]]
+    best = [f"{line['statistic']} {number(line['auc'], '.2f')}" for line in found["predictors"]]  # under .5: reversed
     rules = {rule: facts[str(at)] for rule, facts in found["rules"].items()}
     facts = {
         f"AUC at {at}": ", ".join(best),
@@ -144,7 +144,7 @@ def _facts(found: dict[str, Any]) -> dict[str, str]:
         facts["shared set"] = f"{number(cost['median'], '.2f')} times the error of a set for each head"
     for arm, value in found.get("cross_entropy", {}).get("arms", {}).items():
         added = f"{number(value['added_nats'], '+.3f')} nats a token {interval(value['low'], value['high'], '+.3f')}"
-        facts[f"{arm} cells"] = f"{value['n_cells']:,} keep {at} keys: {added}"
+        facts[f"forced {arm}"] = f"{value['n_cells']:,} cells keep {at} keys: {added}"
     return facts
 
 

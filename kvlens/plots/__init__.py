@@ -1,5 +1,6 @@
 """Figures on matplotlib axes, of a column's width: every function takes `ax` or makes its own, and returns it."""
 
+from kvlens.plots.ceilings import ceiling_distribution, cell_map, dropped_mass_auc, free_weights, predictors
 from kvlens.plots.discovery import label_agreement, layer_profile, position_trend, signal_ranking
 from kvlens.plots.labels import effect_distribution, token_effects
 from kvlens.plots.style import LINES, MINUS, NOISE, PLUS, SHADES, SIZE_INCHES
@@ -11,10 +12,15 @@ __all__ = [
     "PLUS",
     "SHADES",
     "SIZE_INCHES",
+    "ceiling_distribution",
+    "cell_map",
+    "dropped_mass_auc",
     "effect_distribution",
+    "free_weights",
     "label_agreement",
     "layer_profile",
     "position_trend",
+    "predictors",
     "signal_ranking",
     "token_effects",
 ]

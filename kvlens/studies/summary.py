@@ -20,6 +20,7 @@ from kvlens.discover.ceilings import cells
 from kvlens.discover.dropped_mass import predictor_table
 from kvlens.stats import auc_over_traces, median_over_traces
 
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 CLOSE = 1.5  # kappa, as the paper counts rows that are nearly best
 SAME = 1 + 1e-9  # errors equal but for rounding
 
@@ -57,7 +58,13 @@ def summarise(tables: Mapping[str, pd.DataFrame], budgets: Sequence[int], at: in
         seed=seed,
     )
     table = cell_table(one)
-    found["cells"] = {"n": len(table), "n_flat": int(table.flat.sum()), "median_auc": float(np.nanmedian(table.auc))}
+    known = table.auc.dropna()
+    found["cells"] = {
+        "n": len(table),
+        "n_flat": int(table.flat.sum()),
+        "median_auc": float(known.median()) if len(known) else None,
+        "table": table.to_dict("records"),
+    }
     return found
 
 
@@ -72,7 +79,10 @@ def ceiling_facts(rows: pd.DataFrame, seed: int) -> dict[str, Any]:
     documents = _documents(rows)
     area = auc_over_traces(rows.dropped_mass.to_numpy()[:, None], rows.closable.to_numpy(), documents, seed=seed)
     return {
-        "ceiling": _median(rows.ceiling.to_numpy(), documents, seed),
+        "ceiling": {
+            **_median(rows.ceiling.to_numpy(), documents, seed),
+            "quantiles": np.quantile(rows.ceiling, QUANTILES).round(6).tolist(),
+        },
         "kappa": _median(rows.kappa.to_numpy(), documents, seed),
         "share_kappa_close": float((rows.kappa <= CLOSE).mean()),
         "share_closable": float(rows.closable.mean()),

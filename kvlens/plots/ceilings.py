@@ -1,0 +1,180 @@
+"""Figures of a ceilings run: how much a better choice could gain, what tells where, and what free weights would add.
+
+1. Every function takes a ceilings run, its folder, or its `summary.json`.
+2. Real rows are orange squares, nulls other marks and colours; intervals are 95 % over documents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlens.disk import as_path, disk
+from kvlens.errors import InputError
+from kvlens.loading import Run
+from kvlens.page_style import visible
+from kvlens.plots.style import INK, MINUS, PLUS, SOFT, TEXT_POINTS, axes, describe
+from kvlens.schemas import CEILINGS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MARKS = {"real": (PLUS, "s"), "permuted": (MINUS, "o"), "gaussian": ("#009e73", "^"), "rank 4": (INK, "D")}
+PAPER_PI = {4: 1.07, 8: 1.16, 16: 1.39, 32: 1.79}  # ContourKV, Qwen2.5-1.5B
+FLAT = 0.25
+
+
+def read_summary(ceilings: Run | str | Path) -> dict[str, Any]:
+    """The content of `summary.json`, given as the file, its folder or the run. Raises: InputError when it is none."""
+    if isinstance(ceilings, Run):
+        found: Any = ceilings.documents.get("summary") or {}
+        file = Path(ceilings.path)
+    else:
+        file = as_path(ceilings, "ceilings")
+        file = file / "summary.json" if file.is_dir() else file
+        with disk(f"reading '{file}'"):
+            content = file.read_bytes()
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, dict) or found.get("schema") != CEILINGS:
+        raise InputError(
+            f"'{file}' is no summary of ceilings", "give what `kvlens ceilings` wrote, or its summary.json"
+        )
+    return found
+
+
+def ceiling_distribution(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
+    """By budget, how far the error could fall: median, middle half and middle nine tenths, real and under each null."""
+    found = read_summary(ceilings)
+    ax = axes(ax)
+    names = list(_series(found["budgets"][0]))
+    for number, line in enumerate(found["budgets"]):
+        for place, (name, facts) in enumerate(_series(line).items()):
+            x = number + (place - (len(names) - 1) / 2) * 0.8 / len(names)
+            colour, mark = MARKS.get(name, (SOFT, "v"))
+            low, first, middle, third, high = facts["ceiling"]["quantiles"]
+            ax.plot([x, x], [low, high], color=colour, lw=0.7, zorder=1)
+            ax.plot([x, x], [first, third], color=colour, lw=2.4, solid_capstyle="butt", zorder=2)
+            label = visible(name) if number == 0 else None
+            ax.plot(x, middle, mark, color=colour, ms=3.5, mec="white", mew=0.5, zorder=3, label=label)
+    ax.set_yscale("function", functions=(np.sqrt, np.square))
+    ax.set_ylim(0, 1)
+    ax.set_yticks([0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1], ["0", ".01", ".05", ".1", ".2", ".4", ".6", ".8", "1"])
+    _budget_axis(ax, found)
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, loc="upper right", handletextpad=0.3, columnspacing=0.8)
+    describe(ax, [*_about(found), "bars: half and nine tenths of the rows"], "keys kept", "ceiling (square-root scale)")
+    return ax
+
+
+def dropped_mass_auc(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
+    """By budget, the AUC of dropped mass for `closable` with its interval, real and under each null."""
+    found = read_summary(ceilings)
+    ax = axes(ax)
+    for place, name in enumerate(_series(found["budgets"][0])):
+        facts = [_series(line)[name]["auc"] for line in found["budgets"]]
+        x = np.arange(len(facts)) + (place - 1.5) * 0.15
+        colour, mark = MARKS.get(name, (SOFT, "v"))
+        _with_interval(ax, x, facts, "mean", colour, mark, visible(name))
+    ax.axhline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
+    _budget_axis(ax, found)
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, handletextpad=0.3, columnspacing=0.8)
+    describe(ax, [*_about(found), "95 % interval over documents; dashed: chance"], "keys kept", "AUC of dropped mass")
+    return ax
+
+
+def predictors(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
+    """Dropped mass and its rivals: the AUC of each for `closable` over all rows, and within cells (open marks)."""
+    found = read_summary(ceilings)
+    ax = axes(ax)
+    lines = found["predictors"][::-1]
+    y = np.arange(len(lines))
+    for name, prefix, face, shift in (
+        ("over all rows", "", PLUS, 0.12),
+        ("within cells", "within_cells_", "white", -0.12),
+    ):
+        auc, low, high = (_column(lines, f"{prefix}{end}") for end in ("auc", "low", "high"))
+        ax.errorbar(
+            auc, y + shift, xerr=[auc - low, high - auc], fmt="o", ms=3.5, lw=1, color=PLUS, mfc=face, mew=0.8, label=name
+        )  # fmt: skip
+    ax.axvline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
+    ax.set_yticks(y, [visible(line["statistic"].replace("_", " ")) for line in lines])
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower right", handletextpad=0.3)
+    at = f"{found['predictor_budget']} keys kept, 95 % interval; dashed: chance"
+    describe(ax, [*_about(found), at], "AUC for closable rows", "")
+    return ax
+
+
+def cell_map(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
+    """The median dropped mass of every layer and head; flat cells, above .25, have a dot."""
+    found = read_summary(ceilings)
+    ax = axes(ax)
+    table = found["cells"]["table"]
+    layer, head, dropped = (np.array([row[name] for row in table]) for name in ("layer", "head", "median_dropped_mass"))
+    grid = np.full((int(head.max()) + 1, int(layer.max()) + 1), np.nan)
+    grid[head, layer] = dropped
+    image = ax.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower", interpolation="nearest")
+    flat = dropped > FLAT
+    ax.plot(layer[flat], head[flat], ".", color="white", ms=2.5, mec=INK, mew=0.3)
+    bar = ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02)
+    bar.ax.tick_params(labelsize=TEXT_POINTS, length=2)
+    bar.outline.set_linewidth(0.4)  # type: ignore[operator]
+    shown = f"{found['predictor_budget']} keys kept; dot: flat, {found['cells']['n_flat']} of {found['cells']['n']}"
+    describe(ax, [*_about(found), shown], "layer", "head")
+    return ax
+
+
+def free_weights(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
+    """By budget, pi: the best error under forced weights over that of free weights, beside what the paper has."""
+    found = read_summary(ceilings)
+    ax = axes(ax)
+    budgets = [line["budget"] for line in found["budgets"]]
+    x = np.arange(len(budgets))
+    real = [line["real"] for line in found["budgets"]]
+    _with_interval(
+        ax, x - 0.08, [line["pi"] for line in real], "median", PLUS, "s", "free weights, the best set's keys"
+    )
+    _with_interval(ax, x + 0.08, [line["pi_search"] for line in real], "median", MINUS, "o", "free weights, any keys")
+    known = [number for number, budget in enumerate(budgets) if budget in PAPER_PI]
+    ax.plot(
+        known, [PAPER_PI[budgets[number]] for number in known], "x", color=INK, ms=4, label="ContourKV, Qwen2.5-1.5B"
+    )
+    ax.axhline(1, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
+    _budget_axis(ax, found)
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3)
+    describe(ax, [*_about(found), "medians of rows, 95 % interval"], "keys kept", "forced over free error")
+    return ax
+
+
+def _series(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {"real": line["real"], **line["nulls"]}
+
+
+def _about(found: Mapping[str, Any]) -> list[str]:
+    model = found["model"]
+    note = f" ({model['note']})" if model["note"] else ""
+    return [visible(f"{model['name']}{note}"), f"n = {found['n_rows']:,} rows of {found['n_documents']} documents"]
+
+
+def _with_interval(
+    ax: Axes, x: np.ndarray, facts: list[dict[str, Any]], middle: str, colour: str, mark: str, label: str
+) -> None:
+    values, low, high = (_column(facts, name) for name in (middle, "low", "high"))
+    ax.errorbar(
+        x, values, yerr=[values - low, high - values], fmt=mark, ms=3.5, lw=1, color=colour, mec="white", mew=0.5, label=label
+    )  # fmt: skip
+
+
+def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+    return np.array([np.nan if row[name] is None else float(row[name]) for row in rows])
+
+
+def _budget_axis(ax: Axes, found: Mapping[str, Any]) -> None:
+    budgets = [line["budget"] for line in found["budgets"]]
+    ax.set_xticks(range(len(budgets)), [str(budget) for budget in budgets])
+    ax.set_xlim(-0.6, len(budgets) - 0.4)

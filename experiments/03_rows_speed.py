@@ -30,7 +30,8 @@ from common import described, interleaved, machine, sample, write
 from kvlens import model as models
 from kvlens.linear import fast_linear, kernel
 from kvlens.model import Model
-from kvlens.probe.rows import ROWS_PER_HEAD, RowBlock, RowCheck, choose_queries, read_rows
+from kvlens.probe.row_block import RowBlock, RowCheck
+from kvlens.probe.rows import ROWS_PER_HEAD, choose_queries, read_rows
 
 N_TOKENS = 4096
 PROCESSES = 3

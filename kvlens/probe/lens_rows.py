@@ -21,7 +21,8 @@ from torch import Tensor
 from kvlens.errors import InputError
 from kvlens.lens import Lens
 from kvlens.observables.attention_weights import weighted_values
-from kvlens.probe.rows import RowBlock, RowCheck, check_queries, make_block
+from kvlens.probe.row_block import RowBlock, RowCheck, make_block
+from kvlens.probe.rows import check_queries
 from kvlens.records import Tokens
 
 # Where the bridge rotates keys by itself `hook_rot_k` comes after `hook_k`, else keys are as long after as before.

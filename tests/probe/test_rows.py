@@ -21,7 +21,8 @@ from kvlens import model as models
 from kvlens.errors import InputError, ModelRefused
 from kvlens.model import Model, wrap
 from kvlens.probe.lens_rows import NO_SHARE, read_rows_by_hooks
-from kvlens.probe.rows import RowBlock, RowCheck, choose_queries, read_rows, require_match, row_blocks
+from kvlens.probe.row_block import RowBlock, RowCheck, require_match
+from kvlens.probe.rows import choose_queries, read_rows, row_blocks
 from kvlens.records import Tokens, Trace
 
 N = 26

@@ -43,9 +43,7 @@ def read_summary(ceilings: Run | str | Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             found = None
     if not isinstance(found, dict) or found.get("schema") != CEILINGS:
-        raise InputError(
-            f"'{file}' is no summary of ceilings", "give what `kvlens ceilings` wrote, or its summary.json"
-        )
+        raise InputError(f"'{file}' is no summary of ceilings", "give what `kvlens ceilings` wrote")
     return found
 
 
@@ -99,9 +97,8 @@ def predictors(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
         ("within cells", "within_cells_", "white", -0.12),
     ):
         auc, low, high = (_column(lines, f"{prefix}{end}") for end in ("auc", "low", "high"))
-        ax.errorbar(
-            auc, y + shift, xerr=[auc - low, high - auc], fmt="o", ms=3.5, lw=1, color=PLUS, mfc=face, mew=0.8, label=name
-        )  # fmt: skip
+        ends, style = [auc - low, high - auc], {"fmt": "o", "ms": 3.5, "lw": 1, "mew": 0.8, "color": PLUS}
+        ax.errorbar(auc, y + shift, xerr=ends, mfc=face, label=name, **style)
     ax.axvline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yticks(y, [visible(line["statistic"].replace("_", " ")) for line in lines])
     ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower right", handletextpad=0.3)
@@ -123,7 +120,7 @@ def cell_map(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
     ax.plot(layer[flat], head[flat], ".", color="white", ms=2.5, mec=INK, mew=0.3)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02)
     bar.ax.tick_params(labelsize=TEXT_POINTS, length=2)
-    bar.outline.set_linewidth(0.4)  # type: ignore[operator]
+    bar.outline.set_linewidth(0.4)
     shown = f"{found['predictor_budget']} keys kept; dot: flat, {found['cells']['n_flat']} of {found['cells']['n']}"
     describe(ax, [*_about(found), shown], "layer", "head")
     return ax
@@ -136,14 +133,10 @@ def free_weights(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
     budgets = [line["budget"] for line in found["budgets"]]
     x = np.arange(len(budgets))
     real = [line["real"] for line in found["budgets"]]
-    _with_interval(
-        ax, x - 0.08, [line["pi"] for line in real], "median", PLUS, "s", "free weights, the best set's keys"
-    )
-    _with_interval(ax, x + 0.08, [line["pi_search"] for line in real], "median", MINUS, "o", "free weights, any keys")
+    _with_interval(ax, x - 0.08, [line["pi"] for line in real], "median", PLUS, "s", "free, the best set's keys")
+    _with_interval(ax, x + 0.08, [line["pi_search"] for line in real], "median", MINUS, "o", "free, any keys")
     known = [number for number, budget in enumerate(budgets) if budget in PAPER_PI]
-    ax.plot(
-        known, [PAPER_PI[budgets[number]] for number in known], "x", color=INK, ms=4, label="ContourKV, Qwen2.5-1.5B"
-    )
+    ax.plot(known, [PAPER_PI[budgets[number]] for number in known], "x", color=INK, ms=4, label="paper, Qwen2.5-1.5B")
     ax.axhline(1, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3)
@@ -165,9 +158,8 @@ def _with_interval(
     ax: Axes, x: np.ndarray, facts: list[dict[str, Any]], middle: str, colour: str, mark: str, label: str
 ) -> None:
     values, low, high = (_column(facts, name) for name in (middle, "low", "high"))
-    ax.errorbar(
-        x, values, yerr=[values - low, high - values], fmt=mark, ms=3.5, lw=1, color=colour, mec="white", mew=0.5, label=label
-    )  # fmt: skip
+    ends, style = [values - low, high - values], {"ms": 3.5, "lw": 1, "mec": "white", "mew": 0.5}
+    ax.errorbar(x, values, yerr=ends, fmt=mark, color=colour, label=label, **style)
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray:

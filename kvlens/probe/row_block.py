@@ -4,7 +4,9 @@
    and with it a row sums to 1.
 2. Every row is checked against what the layer put out. The allowed error follows FlashAttention's tests: twice that of
    attention written out in plain torch at the model's dtype, the largest over the layer's rows, against float64; and
-   one rounding of the layer's largest value in that dtype on top, which is what is left where plain torch makes none.
+   one rounding of the layer's largest value in that dtype on top, which is what is left where plain torch makes none,
+   and sixteen in float32, in which kernels sum blocks of keys: few rows may all be lucky in plain torch (on SmolLM2's
+   documents the model's own error is up to 3.6 of them). Attention that means something else is off by thousands.
 3. `RowCheck` counts, over as many blocks as there are; `require_match` refuses what does not match.
 """
 
@@ -20,6 +22,8 @@ from kvlens.errors import ModelRefused
 from kvlens.model import Model
 
 SLACK = 2.0  # of plain torch's error
+SUMMED = 16  # roundings in float32
+TINY = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +116,8 @@ def make_block(
     heads = torch.arange(n_heads, device=weights.device).repeat_interleave(n_rows)
     group = n_heads // values.shape[0]
     positions = queries.repeat_interleave(group, 0).flatten()
-    rounding = torch.finfo(own.dtype).eps * float(values.abs().max())
-    allowed = SLACK * float((plain.double() - dense).abs().max()) + max(rounding, torch.finfo(torch.float32).tiny)
+    rounding = torch.finfo(own.dtype).eps + SUMMED * torch.finfo(torch.float32).eps
+    allowed = SLACK * float((plain.double() - dense).abs().max()) + rounding * max(float(values.abs().max()), TINY)
     return RowBlock(
         trace_id,
         layer,

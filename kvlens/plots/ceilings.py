@@ -97,7 +97,8 @@ def predictors(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
         ("within cells", "within_cells_", "white", -0.12),
     ):
         auc, low, high = (_column(lines, f"{prefix}{end}") for end in ("auc", "low", "high"))
-        ends, style = [auc - low, high - auc], {"fmt": "o", "ms": 3.5, "lw": 1, "mew": 0.8, "color": PLUS}
+        ends = [auc - low, high - auc]
+        style: dict[str, Any] = {"fmt": "o", "ms": 3.5, "lw": 1, "mew": 0.8, "color": PLUS}
         ax.errorbar(auc, y + shift, xerr=ends, mfc=face, label=name, **style)
     ax.axvline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yticks(y, [visible(line["statistic"].replace("_", " ")) for line in lines])
@@ -158,7 +159,8 @@ def _with_interval(
     ax: Axes, x: np.ndarray, facts: list[dict[str, Any]], middle: str, colour: str, mark: str, label: str
 ) -> None:
     values, low, high = (_column(facts, name) for name in (middle, "low", "high"))
-    ends, style = [values - low, high - values], {"ms": 3.5, "lw": 1, "mec": "white", "mew": 0.5}
+    ends = [values - low, high - values]
+    style: dict[str, Any] = {"ms": 3.5, "lw": 1, "mec": "white", "mew": 0.5}
     ax.errorbar(x, values, yerr=ends, fmt=mark, color=colour, label=label, **style)
 
 

@@ -41,7 +41,8 @@ from kvlens.probe.inputs import (
     traces_of,
     warn_of_chat,
 )
-from kvlens.probe.rows import ROWS_PER_HEAD, RowBlock, RowCheck, choose_queries, read_rows, require_match
+from kvlens.probe.row_block import RowBlock, RowCheck, require_match
+from kvlens.probe.rows import ROWS_PER_HEAD, choose_queries, read_rows
 from kvlens.probe.settings import check_values
 from kvlens.records import Tokens, Trace
 from kvlens.runstate import refuse_other_folder

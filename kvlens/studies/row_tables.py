@@ -23,7 +23,7 @@ from kvlens.discover.dropped_mass import row_statistics
 from kvlens.discover.excess import excess, largest, shared_set
 from kvlens.discover.instances import Instances, instances, keep_errors
 from kvlens.discover.nulls import null_rows
-from kvlens.probe.rows import RowBlock
+from kvlens.probe.row_block import RowBlock
 
 Columns = dict[str, np.ndarray]
 Tables = dict[str, Columns]

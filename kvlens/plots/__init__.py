@@ -1,6 +1,13 @@
 """Figures on matplotlib axes, of a column's width: every function takes `ax` or makes its own, and returns it."""
 
-from kvlens.plots.ceilings import ceiling_distribution, cell_map, dropped_mass_auc, free_weights, predictors
+from kvlens.plots.ceilings import (
+    ceiling_distribution,
+    cell_map,
+    dropped_mass_auc,
+    free_weights,
+    predictors,
+    rule_excess,
+)
 from kvlens.plots.discovery import label_agreement, layer_profile, position_trend, signal_ranking
 from kvlens.plots.labels import effect_distribution, token_effects
 from kvlens.plots.style import LINES, MINUS, NOISE, PLUS, SHADES, SIZE_INCHES
@@ -21,6 +28,7 @@ __all__ = [
     "layer_profile",
     "position_trend",
     "predictors",
+    "rule_excess",
     "signal_ranking",
     "token_effects",
 ]

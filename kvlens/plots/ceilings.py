@@ -62,7 +62,7 @@ def ceiling_distribution(ceilings: Run | str | Path, ax: Axes | None = None) -> 
             label = visible(name) if number == 0 else None
             ax.plot(x, middle, mark, color=colour, ms=3.5, mec="white", mew=0.5, zorder=3, label=label)
     ax.set_yscale("function", functions=(np.sqrt, np.square))
-    ax.set_ylim(0, 1)
+    ax.set_ylim(0, 1.7)  # room for the legend
     ax.set_yticks([0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1], ["0", ".01", ".05", ".1", ".2", ".4", ".6", ".8", "1"])
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, loc="upper right", handletextpad=0.3, columnspacing=0.8)
@@ -102,7 +102,7 @@ def predictors(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
         ax.errorbar(auc, y + shift, xerr=ends, mfc=face, label=name, **style)
     ax.axvline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yticks(y, [visible(line["statistic"].replace("_", " ")) for line in lines])
-    ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower right", handletextpad=0.3)
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower left", handletextpad=0.3)
     at = f"{found['predictor_budget']} keys kept, 95 % interval; dashed: chance"
     describe(ax, [*_about(found), at], "AUC for closable rows", "")
     return ax
@@ -142,6 +142,28 @@ def free_weights(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3)
     describe(ax, [*_about(found), "medians of rows, 95 % interval"], "keys kept", "forced over free error")
+    return ax
+
+
+def rule_excess(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
+    """By budget, how many times the best error each rule makes, and one set shared by a KV group."""
+    found = read_summary(ceilings)
+    ax = axes(ax)
+    budgets = [str(line["budget"]) for line in found["budgets"]]
+    shared = {"one set for a KV group": {budget: line["excess"] for budget, line in found["shared_sets"].items()}}
+    series = {name.replace("_", " "): by_budget for name, by_budget in found["rules"].items()}
+    series |= shared if found["shared_sets"] else {}
+    styles = zip((PLUS, MINUS, "#009e73", INK, SOFT, "#cc79a7"), "sov^Dx", strict=True)
+    for number, ((name, by_budget), (colour, mark)) in enumerate(zip(series.items(), styles, strict=False)):
+        x = np.arange(len(budgets)) + (number - 2.5) * 0.12
+        _with_interval(ax, x, [by_budget[budget] for budget in budgets], "median", colour, mark, visible(name))
+    ax.axhline(1, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
+    ax.set_yscale("log")
+    ax.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+    ax.minorticks_off()
+    _budget_axis(ax, found)
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3, ncols=2, columnspacing=0.8)
+    describe(ax, [*_about(found), "medians of rows, 95 % interval"], "keys kept", "error over the best")
     return ax
 
 

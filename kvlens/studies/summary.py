@@ -46,7 +46,8 @@ def summarise(tables: Mapping[str, pd.DataFrame], budgets: Sequence[int], at: in
                 "nulls": {str(name): ceiling_facts(part, seed) for name, part in drawn},
             }
         )
-    found["rules"] = _by_rule(tables["excess"], budgets, seed)
+    top = rows[["trace_id", "budget"]].assign(rule="top_mass", excess=rows.kappa)
+    found["rules"] = _by_rule(pd.concat([top, tables["excess"]], ignore_index=True), budgets, seed)
     found["shared_sets"] = _shared(tables["groups"], budgets, seed)
     one = rows[rows.budget == at].reset_index(drop=True)
     statistics = tables["statistics"].drop(columns=["trace_id", "layer", "head", "query"])

@@ -153,13 +153,14 @@ def rule_excess(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
     shared = {"one set for a KV group": {budget: line["excess"] for budget, line in found["shared_sets"].items()}}
     series = {name.replace("_", " "): by_budget for name, by_budget in found["rules"].items()}
     series |= shared if found["shared_sets"] else {}
-    styles = zip((PLUS, MINUS, "#009e73", INK, SOFT, "#cc79a7"), "sov^Dx", strict=True)
+    styles = zip((PLUS, MINUS, "#009e73", INK, SOFT, "#cc79a7"), "sov^DP", strict=True)
     for number, ((name, by_budget), (colour, mark)) in enumerate(zip(series.items(), styles, strict=False)):
         x = np.arange(len(budgets)) + (number - 2.5) * 0.12
         _with_interval(ax, x, [by_budget[budget] for budget in budgets], "median", colour, mark, visible(name))
     ax.axhline(1, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yscale("log")
-    ax.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+    ax.set_ylim(0.85, 90)  # room for the legend
+    ax.set_yticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
     ax.minorticks_off()
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3, ncols=2, columnspacing=0.8)

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ceiling_tables import ceilings
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
 START, END = "<!-- numbers: written by experiments/tables.py -->", "<!-- end of numbers -->"
@@ -187,6 +189,7 @@ def block() -> str:
         ("02_observe_speed", observe),
         ("02_bands", real_bands),
         ("02_band_power", band_power),
+        ("03_ceilings/summary", ceilings),
     )
     parts = [write(found) for name, write in tables if (found := result(name))]
     return "\n\n".join("\n".join(lines) for lines in parts)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,19 +70,30 @@ def ceiling_distribution(ceilings: Run | str | Path, ax: Axes | None = None) -> 
     return ax
 
 
-def dropped_mass_auc(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
-    """By budget, the AUC of dropped mass for `closable` with its interval, real and under each null."""
-    found = read_summary(ceilings)
+def dropped_mass_auc(ceilings: Run | str | Path | Sequence[Run | str | Path], ax: Axes | None = None) -> Axes:
+    """The AUC of dropped mass for `closable` with its interval, real and under each null: by budget.
+
+    Of several runs, each of another model: by model, at the budget of the predictors.
+    """
+    asked = [ceilings] if isinstance(ceilings, (Run, str, Path)) else list(ceilings)
+    runs, several = [read_summary(run) for run in asked], len(asked) > 1
     ax = axes(ax)
-    for place, name in enumerate(_series(found["budgets"][0])):
-        facts = [_series(line)[name]["auc"] for line in found["budgets"]]
+    lines, ticks = runs[0]["budgets"], [str(line["budget"]) for line in runs[0]["budgets"]]
+    if several:
+        lines = [next(line for line in run["budgets"] if line["budget"] == run["predictor_budget"]) for run in runs]
+        ticks = [f"{visible(run['model']['name'])}\n{run['predictor_budget']} kept" for run in runs]
+    for place, name in enumerate(dict.fromkeys(name for line in lines for name in _series(line))):
+        facts = [_series(line).get(name, {}).get("auc", dict.fromkeys(("mean", "low", "high"))) for line in lines]
         x = np.arange(len(facts)) + (place - 1.5) * 0.15
         colour, mark = MARKS.get(name, (SOFT, "v"))
         _with_interval(ax, x, facts, "mean", colour, mark, visible(name))
     ax.axhline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
-    _budget_axis(ax, found)
+    ax.set_xticks(range(len(ticks)), ticks)
+    ax.set_xlim(-0.6, len(ticks) - 0.4)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, handletextpad=0.3, columnspacing=0.8)
-    describe(ax, [*_about(found), "95 % interval over documents; dashed: chance"], "keys kept", "AUC of dropped mass")
+    about = [f"{len(runs)} models"] if several else _about(runs[0])
+    x_label = "" if several else "keys kept"
+    describe(ax, [*about, "95 % interval over documents; dashed: chance"], x_label, "AUC of dropped mass")
     return ax
 
 

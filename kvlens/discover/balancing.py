@@ -34,12 +34,13 @@ def top_mass(pool: Pool, budget: int) -> Chosen:
     return Chosen(set_errors(pool, members), members)
 
 
-def balance(pool: Pool, budget: int) -> Chosen:
-    """The set where the best swap within the pool no longer helps.
+def balance(pool: Pool, budget: int, start: Chosen | None = None) -> Chosen:
+    """The set where the best swap within the pool no longer helps, from `start` (None: A*).
 
     Cost: a handful of swaps a row, each pool x pool numbers.
     """
-    error, members = top_mass(pool, budget)
+    first = top_mass(pool, budget) if start is None else start
+    error, members = first.error.copy(), first.members.copy()
     active = np.flatnonzero(error > 0)
     now = pool.take(active)
     products = now.vectors @ now.vectors.mT

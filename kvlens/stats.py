@@ -185,6 +185,25 @@ def auc_over_traces(
     return OverTraces(found[0], low, high, np.full(shape[0], len(names)))
 
 
+def median_over_traces(
+    values: Float[np.ndarray, " row"], trace: Int[np.ndarray, " row"], *, seed: int, n_draws: int = 1000
+) -> OverTraces:
+    """The median over all rows, and its 95 % percentile interval from resampling whole traces; infinite values count.
+
+    Of an even number of rows the lower of the two in the middle is taken, which infinite ones cannot turn into NaN.
+    """
+    names, code = np.unique(trace, return_inverse=True)
+    order = np.argsort(values, kind="stable")
+    found = np.empty(n_draws)
+    for draw, weights in enumerate(resampled(len(names), n_draws, seed)):
+        mass = np.cumsum(weights[code[order]])
+        found[draw] = values[order[np.searchsorted(mass, mass[-1] / 2)]]
+    low, high = np.nan, np.nan
+    if len(names) >= 2:
+        low, high = np.quantile(found[1:], [LEVEL / 2, 1 - LEVEL / 2], method="inverted_cdf")
+    return OverTraces(*(np.array(value) for value in (found[0], low, high, len(names))))
+
+
 def sign_flips(n_traces: int, seed: int, n_draws: int = N_DRAWS) -> Float[np.ndarray, "flip trace"]:
     """Signs of whole traces, +1 or -1: every pattern where `n_draws` rows hold them all, else drawn ones.
 

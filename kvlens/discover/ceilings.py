@@ -29,11 +29,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from kvlens.discover.balancing import balance, balance_all_keys, top_mass
+from kvlens.discover.excess import excess
 from kvlens.discover.free_weights import frank_wolfe, hull_distance
 from kvlens.discover.instances import Instances, extra_keys, make_pool
 from kvlens.discover.subsets import best_subsets
 from kvlens.errors import InputError
-from kvlens.stats import auc
+from kvlens.stats import auc, auc_over_traces, median_over_traces
 
 BUDGETS = (4, 8, 16, 32)
 CLOSABLE = 1.11
@@ -56,8 +57,8 @@ def ceilings(
 ) -> Columns:
     """The columns of `rows.parquet` that arrays give, a line for each row and budget, budgets of a row together.
 
-    Beside the contract's: `row` (its place in `rows`), `top_mass_optimal`, `free_top_gap`, `free_search_error`,
-    `free_search_gap`; with `all_keys` `balanced_all_error`, swaps with any key.
+    Beside the contract's: `row` (its place in `rows`), `free_top_gap`, `free_search_error`, `free_search_gap`; with
+    `all_keys` also `balanced_all_error`, swaps with any key.
 
     Args:
         rows: from `instances`.
@@ -128,6 +129,38 @@ def _ratios(found: Columns) -> Columns:
         kappa = np.where(top > 0, top / best, 1.0)
         ceiling = np.where(top > 0, 1 - best / top, 0.0)
     return {"kappa": kappa, "ceiling": ceiling, "closable": kappa > CLOSABLE}
+
+
+def summary(columns: Columns, document: Int[np.ndarray, " line"], *, seed: int) -> list[dict[str, Any]]:
+    """A line for each budget: medians, shares and the AUC of dropped mass, from the columns of `ceilings`.
+
+    `pi` is the best error over the nearest that free weights were seen to get, with the same keys or Frank-Wolfe's.
+    Medians and the AUC have 95 % intervals from resampling whole documents.
+
+    Args:
+        columns: of one or several calls, joined.
+        document: the document each line is of.
+    """
+    lines = []
+    for budget in np.unique(columns["budget"]):
+        inside = columns["budget"] == budget
+        own, of = {name: column[inside] for name, column in columns.items()}, document[inside]
+        line: dict[str, Any] = {"budget": int(budget), "n_rows": len(of), "n_documents": len(np.unique(of))}
+        free = np.minimum(own["free_error"], own["free_search_error"])
+        if not np.isnan(free).any():
+            own["pi"] = excess(own["best_error"], free)
+        for name in [n for n in ("ceiling", "kappa", "pi", "dropped_mass", "effective_rank") if n in own]:
+            found = median_over_traces(own[name], of, seed=seed)
+            line |= {f"{name}_{end}": float(v) for end, v in zip(("median", "low", "high"), found[:3], strict=True)}
+        error, best = own["top_mass_error"], own["best_error"]
+        line["top_mass_optimal"] = float((error <= best).mean())
+        line["balanced_optimal"] = float((own["balanced_error"] <= best).mean())
+        line["closable"] = float(own["closable"].mean())
+        line["kappa_at_most_1_5"] = float((own["kappa"] <= 1.5).mean())
+        found = auc_over_traces(own["dropped_mass"][:, None], own["closable"], of, seed=seed)
+        line |= {name: float(v[0]) for name, v in zip(("auc", "auc_low", "auc_high"), found[:3], strict=True)}
+        lines.append(line)
+    return lines
 
 
 def effective_rank(rows: Instances) -> Float[np.ndarray, " row"]:

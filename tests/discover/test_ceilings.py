@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import subset_oracles as oracle
 
-from kvlens.discover.ceilings import ceilings, cells, effective_rank
+from kvlens.discover.ceilings import ceilings, cells, effective_rank, summary
 from kvlens.discover.instances import Instances, extra_keys, instances
 from kvlens.errors import InputError
 
@@ -113,3 +113,23 @@ def test_cells_are_counted_apart() -> None:
     assert found["n_rows"].tolist() == [2, 3, 1]
     assert np.isnan(found["auc"][[0, 2]]).all()
     assert found["auc"][1] == 1.0
+
+
+def test_a_summary_is_of_each_budget_apart() -> None:
+    columns = ceilings(some_rows(3, n_rows=24), (3, 6))
+    document = columns["row"] % 4
+    found = summary(columns, document, seed=0)
+    assert [line["budget"] for line in found] == [3, 6]
+    for line in found:
+        own = {name: column[columns["budget"] == line["budget"]] for name, column in columns.items()}
+        assert (line["n_rows"], line["n_documents"]) == (24, 4)
+        middle = np.sort(own["ceiling"])[11:13]
+        assert middle[0] == line["ceiling_median"] <= line["ceiling_high"]
+        assert line["ceiling_low"] <= middle[0]
+        assert line["closable"] == own["closable"].mean()
+        assert line["top_mass_optimal"] == (own["kappa"] == 1).mean() < 1
+        assert line["balanced_optimal"] >= line["top_mass_optimal"]
+        assert line["pi_median"] > 1
+        assert line["auc_low"] <= line["auc"] <= line["auc_high"]
+    without = summary(ceilings(some_rows(3, n_rows=24), (3,), free_weights=False), document[::2], seed=0)
+    assert "pi_median" not in without[0]

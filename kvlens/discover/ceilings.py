@@ -57,8 +57,8 @@ def ceilings(
 ) -> Columns:
     """The columns of `rows.parquet` that arrays give, a line for each row and budget, budgets of a row together.
 
-    Beside the contract's: `row` (its place in `rows`), `free_top_gap`, `free_search_error`, `free_search_gap`; with
-    `all_keys` also `balanced_all_error`, swaps with any key.
+    Beside the contract's: `row` (its place in `rows`), `sigma`, `free_top_gap`, `free_search_error` and
+    `free_search_gap`; with `all_keys` also `balanced_all_error`, swaps with any key.
 
     Args:
         rows: from `instances`.
@@ -75,7 +75,7 @@ def ceilings(
     for start in range(0, len(rows), ROWS_AT_ONCE):
         chunk = rows.take(np.arange(start, min(start + ROWS_AT_ONCE, len(rows))))
         shared = {"row": np.arange(start, start + len(chunk)), "n_keys": chunk.n_keys}
-        shared["effective_rank"] = effective_rank(chunk)
+        shared |= {"effective_rank": effective_rank(chunk), "sigma": chunk.sigma}
         search = frank_wolfe(chunk, budgets)[0] if free_weights else {}
         lines = []
         for budget in budgets:
@@ -135,6 +135,7 @@ def summary(columns: Columns, document: Int[np.ndarray, " line"], *, seed: int) 
     """A line for each budget: medians, shares and the AUC of dropped mass, from the columns of `ceilings`.
 
     `pi` is the best error over the nearest that free weights were seen to get, with the same keys or Frank-Wolfe's.
+    `free_below_sigma` is how often that is at most sigma / sqrt(budget), which bounds the true EF.
     Medians and the AUC have 95 % intervals from resampling whole documents.
 
     Args:
@@ -149,6 +150,7 @@ def summary(columns: Columns, document: Int[np.ndarray, " line"], *, seed: int) 
         free = np.minimum(own["free_error"], own["free_search_error"])
         if not np.isnan(free).any():
             own["pi"] = excess(own["best_error"], free)
+            line["free_below_sigma"] = float((free <= own["sigma"] / np.sqrt(budget) * (1 + 1e-9)).mean())
         for name in [n for n in ("ceiling", "kappa", "pi", "dropped_mass", "effective_rank") if n in own]:
             found = median_over_traces(own[name], of, seed=seed)
             line |= {f"{name}_{end}": float(v) for end, v in zip(("median", "low", "high"), found[:3], strict=True)}

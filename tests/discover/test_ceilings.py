@@ -130,6 +130,8 @@ def test_a_summary_is_of_each_budget_apart() -> None:
         assert line["top_mass_optimal"] == (own["kappa"] == 1).mean() < 1
         assert line["balanced_optimal"] >= line["top_mass_optimal"]
         assert line["pi_median"] > 1
+        free = np.minimum(own["free_error"], own["free_search_error"])
+        assert line["free_below_sigma"] == (free <= own["sigma"] / np.sqrt(line["budget"])).mean() > 0
         assert line["auc_low"] <= line["auc"] <= line["auc_high"]
     without = summary(ceilings(some_rows(3, n_rows=24), (3,), free_weights=False), document[::2], seed=0)
     assert "pi_median" not in without[0]

@@ -287,3 +287,24 @@ def test_the_interval_of_an_auc_covers_the_planted_one() -> None:
         found = stats.auc_over_traces(scores[:, None], truth, trace, seed=run, n_draws=400)
         covered.append(found.low[0] <= planted <= found.high[0])
     assert 88 <= sum(covered) <= 99
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_median_over_traces_is_that_of_repeated_rows(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values, trace = np.round(random.normal(size=101), 1), random.integers(0, 5, 101)
+    values[:3] = np.inf
+    found = stats.median_over_traces(values, trace, seed=2, n_draws=80)
+    assert found.mean == np.median(values)
+    names, draws = np.unique(trace), []
+    for count in stats.resampled(5, 80, 2).astype(int)[1:]:
+        rows = np.concatenate([np.flatnonzero(trace == name).repeat(n) for name, n in zip(names, count, strict=True)])
+        draws.append(np.sort(values[rows])[(len(rows) - 1) // 2])
+    assert [found.low, found.high] == np.quantile(draws, [0.025, 0.975], method="inverted_cdf").tolist()
+    assert found.n == 5
+    assert np.isnan(stats.median_over_traces(values, np.zeros(101, dtype=int), seed=0).low)
+
+
+def test_most_rows_infinite_have_an_infinite_median() -> None:
+    found = stats.median_over_traces(np.array([1.0, np.inf, np.inf]), np.array([0, 0, 1]), seed=0)
+    assert found.mean == np.inf

@@ -34,48 +34,40 @@ def top_mass(pool: Pool, budget: int) -> Chosen:
     return Chosen(set_errors(pool, members), members)
 
 
-def balance(pool: Pool, budget: int) -> Chosen:
-    """The set where the best swap within the pool no longer helps.
+def balance(pool: Pool, budget: int, start: Chosen | None = None) -> Chosen:
+    """The set where the best swap within the pool no longer helps, from `start` (None: A*).
 
-    Cost: a handful of swaps a row, each pool x pool numbers.
+    Cost: a handful of swaps a row, each budget x pool inner products.
     """
-    error, members = top_mass(pool, budget)
+    first = top_mass(pool, budget) if start is None else start
+    error, members = first.error.copy(), first.members.copy()
     active = np.flatnonzero(error > 0)
     now = pool.take(active)
-    products = now.vectors @ now.vectors.mT
-    fixed = (now.vectors @ now.offset[:, :, None])[:, :, 0]
     while len(active):
-        tried = _best_swap(now, products, fixed, members[active])
+        tried = _best_swap(now, members[active])
         found = set_errors(now, tried)
         better = found < error[active] * TIED
-        active = active[better]
+        active, now = active[better], now.take(better)
         error[active], members[active] = found[better], tried[better]
-        now, products, fixed = now.take(better), products[better], fixed[better]
     return Chosen(error, members)
 
 
-def _best_swap(
-    pool: Pool,
-    products: Float[np.ndarray, "row pool pool"],
-    fixed: Float[np.ndarray, "row pool"],
-    members: Int[np.ndarray, "row kept"],
-) -> Int[np.ndarray, "row kept"]:
-    """Each row's set after the swap that gives the lowest error; of equal ones the first by place.
-
-    `products` are <c_i, c_j>, `fixed` <c_i, offset>.
-    """
+def _best_swap(pool: Pool, members: Int[np.ndarray, "row kept"]) -> Int[np.ndarray, "row kept"]:
+    """Each row's set after the swap that gives the lowest error; of equal ones the first by place."""
     n_rows, budget = members.shape
     row = np.arange(n_rows)[:, None]
     kept = np.zeros(pool.keys.shape, dtype=bool)
     kept[row, members] = True
     others = np.nonzero(~kept)[1].reshape(n_rows, -1)
-    along = fixed + (products @ kept[:, :, None])[:, :, 0]  # <c_i, S>
-    length = (pool.offset**2).sum(1) + ((along + fixed) * kept).sum(1)  # ||S||^2
-    own = np.diagonal(products, axis1=1, axis2=2)
+    c_out = pool.vectors[row, members]
+    total = pool.offset + c_out.sum(1)
+    along = (pool.vectors @ total[:, :, None])[:, :, 0]
+    own = np.einsum("rkd,rkd->rk", pool.vectors, pool.vectors)
     # ||S - c_out + c_in||^2
-    out = length[:, None] + (own - 2 * along)[row, members]
+    out = (total**2).sum(1)[:, None] + (own - 2 * along)[row, members]
     into = (own + 2 * along)[row, others]
-    squared = out[:, :, None] + into[:, None] - 2 * products[row[:, :, None], members[:, :, None], others[:, None]]
+    products = np.take_along_axis(c_out @ pool.vectors.mT, others[:, None], 2)
+    squared = out[:, :, None] + into[:, None] - 2 * products
     mass = pool.offset_weight + (pool.weights * kept).sum(1)
     masses = (mass[:, None] - pool.weights[row, members])[:, :, None] + pool.weights[row, others][:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -90,7 +82,7 @@ def _best_swap(
 def balance_all_keys(rows: Instances, budget: int) -> Float[np.ndarray, " row"]:
     """The error where the best swap with any key the row sees no longer helps; rows see more than `budget` keys.
 
-    Cost: d_head x budget x keys a swap, one row at a time.
+    Cost: as `balance` with a pool of all keys, one row at a time.
     """
     found = np.empty(len(rows))
     for row in range(len(rows)):

@@ -56,8 +56,8 @@ def ceilings(
 ) -> Columns:
     """The columns of `rows.parquet` that arrays give, a line for each row and budget, budgets of a row together.
 
-    Beside the contract's: `row` (its place in `rows`), `top_mass_optimal`, `free_top_gap`, `free_search_error`,
-    `free_search_gap`; with `all_keys` `balanced_all_error`, swaps with any key.
+    Beside the contract's: `row` (its place in `rows`), `sigma`, `free_top_gap`, `free_search_error` and
+    `free_search_gap`; with `all_keys` also `balanced_all_error`, swaps with any key.
 
     Args:
         rows: from `instances`.
@@ -74,7 +74,7 @@ def ceilings(
     for start in range(0, len(rows), ROWS_AT_ONCE):
         chunk = rows.take(np.arange(start, min(start + ROWS_AT_ONCE, len(rows))))
         shared = {"row": np.arange(start, start + len(chunk)), "n_keys": chunk.n_keys}
-        shared["effective_rank"] = effective_rank(chunk)
+        shared |= {"effective_rank": effective_rank(chunk), "sigma": chunk.sigma}
         search = frank_wolfe(chunk, budgets)[0] if free_weights else {}
         lines = []
         for budget in budgets:

@@ -51,14 +51,12 @@ def row_statistics(
     dropped = np.where(rows.n_keys > budget, np.clip(1 - kept, 0.0, 1.0), 0.0)
     everything = np.concatenate([rows.weights, rows.sink[:, None]], 1)
     logs = np.log(everything, out=np.zeros_like(everything), where=everything > 0)
-    of_sink = rows.sink * (rows.mean**2).sum(1)
-    sigma = np.sqrt((rows.weights * rows.distances**2).sum(1) + of_sink)
     farthest = np.maximum(rows.distances.max(1), np.where(rows.sink > 0, np.sqrt((rows.mean**2).sum(1)), 0.0))
     found = {
         "dropped_mass": dropped,
         "residual": np.where(dropped > 0, keep_errors(rows, keep) * kept, 0.0),
         "bound": 2 * farthest * dropped,
-        "spread": np.sqrt(dropped / np.maximum(1 - dropped, np.finfo(float).tiny)) * sigma,
+        "spread": np.sqrt(dropped / np.maximum(1 - dropped, np.finfo(float).tiny)) * rows.sigma,
         "entropy": -(everything * logs).sum(1),
         "max_weight": everything.max(1),
         "effective_rank": effective_rank(rows),

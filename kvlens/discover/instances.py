@@ -86,6 +86,12 @@ class Instances:
         return found
 
     @cached_property
+    def sigma(self) -> Float[np.ndarray, " row"]:
+        """The root of sum p_j ||v_j - mu||^2, a sink counted as the key it is."""
+        of_sink = self.sink * (self.mean**2).sum(1)
+        return np.asarray(np.sqrt((self.weights * self.distances**2).sum(1) + of_sink))
+
+    @cached_property
     def by_weight(self) -> Int[np.ndarray, "row key"]:
         """Keys by falling weight, those that are not seen last."""
         return np.argsort(np.where(self.visible, -self.weights, np.inf), axis=1, kind="stable")

@@ -19,7 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 
-LANES = 64
+LANES = 64  # at most; fewer rows take the next multiple of 8
 FAR = 1e300
 
 
@@ -75,32 +75,33 @@ def direct(row, kept, pool):  # type: ignore[no-untyped-def]
 def advance(i, depth, tree):  # type: ignore[no-untyped-def]
     """Step 2 in every lane: key i is the next of the prefix."""
     q, gains, total = tree[:3]
+    n_lanes = q.shape[2]
     sums, own, further = total[depth], gains[depth, i], total[depth + 1]
-    for lane in range(LANES):
+    for lane in range(n_lanes):
         further[lane] = sums[lane] + own[lane]
     for j in range(i + 1, q.shape[0]):
         gain, pair, further = gains[depth, j], q[i, j], gains[depth + 1, j]
-        for lane in range(LANES):
+        for lane in range(n_lanes):
             further[lane] = gain[lane] + pair[lane]
 
 
 @compiled
 def any_negative(first, sums, last, q, least, signs):  # type: ignore[no-untyped-def]
     """Step 3: whether some lane has a pair of keys from `first` on that gives a negative f; `least` is its least f."""
-    n = len(last)
-    for lane in range(LANES):
+    n, n_lanes = last.shape
+    for lane in range(n_lanes):
         least[lane] = FAR
     for i in range(first, n - 1):
         own = last[i]
         for j in range(i + 1, n):
             gain, pair = last[j], q[i, j]
-            for lane in range(LANES):
+            for lane in range(n_lanes):
                 value = own[lane] + (gain[lane] + pair[lane])
                 least[lane] = value if value < least[lane] else least[lane]
-    for lane in range(LANES):
+    for lane in range(n_lanes):
         least[lane] += sums[lane]
     negative = 0
-    for lane in range(LANES):
+    for lane in range(n_lanes):
         negative |= signs[lane]
     return negative < 0
 
@@ -135,12 +136,13 @@ def search(m, dropped, tied, form, pool, error, members):  # type: ignore[no-unt
     floor; all arrays have the row first. m >= 2.
     """
     n_rows, n = form[1].shape
+    n_lanes = min(LANES, -(-n_rows // 8) * 8)
     chosen = np.zeros(m, np.int64)
-    tree = (np.zeros((n, n, LANES)), np.zeros((m - 1, n, LANES)), np.zeros((m - 1, LANES)), chosen)
-    least, kept = np.zeros(LANES), np.zeros(n, np.bool_)
+    tree = (np.zeros((n, n, n_lanes)), np.zeros((m - 1, n, n_lanes)), np.zeros((m - 1, n_lanes)), chosen)
+    least, kept = np.zeros(n_lanes), np.zeros(n, np.bool_)
     signs = least.view(np.int64)
-    for start in range(0, n_rows, LANES):
-        for lane in range(LANES):
+    for start in range(0, n_rows, n_lanes):
+        for lane in range(n_lanes):
             row = min(start + lane, n_rows - 1)
             fill(lane, row, (error[row] * tied) ** 2 if start + lane < n_rows else 0.0, form, tree, 0)
         depth = 0
@@ -158,7 +160,7 @@ def search(m, dropped, tied, form, pool, error, members):  # type: ignore[no-unt
                 continue
             first = chosen[m - 3] + 1 if m > 2 else 0
             if any_negative(first, tree[2][m - 2], tree[1][m - 2], tree[0], least, signs):
-                for lane in range(LANES):
+                for lane in range(n_lanes):
                     if least[lane] < 0:
                         look_closer(lane, start + lane, first, dropped, tied, form, pool, tree, kept, error, members)
             depth -= 1

@@ -59,12 +59,14 @@ def best_subsets(
     chosen = top_mass(pool, budget) if start is None else start
     error, members = chosen.error.copy(), chosen.members.copy()
     open_rows = np.flatnonzero(error > 0)
-    blocks = [open_rows[i : i + ROWS_AT_ONCE] for i in range(0, len(open_rows), ROWS_AT_ONCE)]
+    n_threads = n_threads or os.cpu_count() or 1
+    at_once = min(ROWS_AT_ONCE, 64 * max(1, len(open_rows) // (64 * n_threads)))
+    blocks = [open_rows[i : i + at_once] for i in range(0, len(open_rows), at_once)]
 
     def search(rows: Int[np.ndarray, " block"]) -> Chosen:
         return _search(pool.take(rows), Chosen(error[rows], members[rows]), device)
 
-    with ThreadPoolExecutor(n_threads or os.cpu_count()) as threads:
+    with ThreadPoolExecutor(n_threads) as threads:
         for rows, found in zip(blocks, threads.map(search, blocks), strict=True):
             members[rows] = found.members
             error[rows] = set_errors(pool, found.members, rows)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlens.discover import halves, kernel, subsets
-from kvlens.discover.balancing import balance, top_mass
+from kvlens.discover.balancing import Chosen, balance, top_mass
 from kvlens.discover.instances import Pool, instances, make_pool, set_errors
 from kvlens.discover.subsets import best_subsets
 from kvlens.errors import EnvironmentLacks
@@ -90,6 +90,17 @@ def test_blocks_of_every_size_find_the_same(monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(halves, "BLOCK_FLOATS", 1)
             patch.setattr(halves, "EVALUATED_AT_ONCE", 3)
             np.testing.assert_allclose(best_subsets(pool, budget, device="cpu").error, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("budget", [4, 10])
+def test_a_bad_start_is_left_behind_step_by_step(budget: int) -> None:
+    """From the last keys of the pool a row finds better sets many times over, in the middle of the tree."""
+    random = np.random.default_rng(16)
+    rows = instances(oracle.softmax_rows(random, 300, 40, 1.0), random.normal(size=(40, 3)))
+    pool = make_pool(rows, budget, n_extra=4)
+    last = np.tile(np.arange(4, 4 + budget), (300, 1))
+    found = best_subsets(pool, budget, start=Chosen(set_errors(pool, last), last))
+    np.testing.assert_allclose(found.error, best_subsets(pool, budget, device="cpu").error, rtol=1e-9)
 
 
 def test_repeated_tokens_tie_by_the_thousand_and_keep_the_largest_weights() -> None:

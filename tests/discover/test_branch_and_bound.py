@@ -30,11 +30,12 @@ def some_pool(seed: int, n_keys: int, budget: int, d_head: int, *, sink: bool = 
     d_head=st.integers(1, 8),
     sink=st.booleans(),
     worth=st.sampled_from([0, 1, 5, 50]),
+    directions=st.sampled_from([1, 6]),
     data=st.data(),
 )
 @settings(max_examples=80, deadline=None)
 def test_the_proven_minimum_is_that_of_all_subsets(
-    seed: int, n_keys: int, d_head: int, sink: bool, worth: int, data: st.DataObject
+    seed: int, n_keys: int, d_head: int, sink: bool, worth: int, directions: int, data: st.DataObject
 ) -> None:
     """However far it splits: down to complete sets, or a few levels."""
     budget = data.draw(st.integers(1, n_keys - 1))
@@ -42,6 +43,7 @@ def test_the_proven_minimum_is_that_of_all_subsets(
     expected = best_subsets(pool, budget, device="cpu").error
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WORTH_SPLITTING", worth)
+        patch.setattr(module, "DIRECTIONS", directions)
         found = branch_and_bound(pool, budget, start=top_mass(pool, budget))
     np.testing.assert_allclose(found.error, expected, rtol=1e-9, atol=1e-14)
     np.testing.assert_allclose(set_errors(pool, found.members), expected, rtol=1e-9, atol=1e-14)
@@ -64,7 +66,6 @@ def test_a_bound_is_below_the_minimum_and_the_error_above(seed: int, max_nodes: 
 
 def test_bounds_rise_with_nodes_and_are_worth_something() -> None:
     pool = some_pool(1, 20, 6, 32, n_rows=8)
-    bounds = [branch_and_bound(pool, 6, max_nodes=n, max_subsets=0).bound for n in (1, 40, 400)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WORTH_SPLITTING", 0)
         bounds = [branch_and_bound(pool, 6, max_nodes=n, max_subsets=0).bound for n in (1, 40, 400)]
@@ -81,6 +82,16 @@ def test_far_fewer_nodes_than_subsets_and_the_larger_pool_is_no_worse() -> None:
     assert found.exact.all()
     assert (found.error <= small * (1 + 1e-9)).all()
     assert (found.n_nodes + found.n_enumerated < 76_904_685).all()
+
+
+def test_sets_that_no_direction_picks_are_found_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split to the end, with one direction a node and without the swaps that follow a pick."""
+    monkeypatch.setattr(module, "WORTH_SPLITTING", 0)
+    monkeypatch.setattr(module, "DIRECTIONS", 1)
+    monkeypatch.setattr(module, "balance", lambda pool, budget, start: start)
+    pool = some_pool(3, 8, 2, 2, n_rows=400)
+    found = branch_and_bound(pool, 2, start=top_mass(pool, 2))
+    np.testing.assert_allclose(found.error, best_subsets(pool, 2, device="cpu").error, rtol=1e-9)
 
 
 def test_budgets_that_keep_everything_are_refused() -> None:

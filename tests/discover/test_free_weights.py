@@ -9,6 +9,7 @@ import subset_oracles as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlens.discover import free_weights
 from kvlens.discover.balancing import top_mass
 from kvlens.discover.free_weights import frank_wolfe, hull_distance, nearest_point
 from kvlens.discover.instances import Instances, instances, make_pool
@@ -46,6 +47,17 @@ def test_the_nearest_point_is_that_of_least_squares(
         assert found.error[row] == pytest.approx(expected, abs=1e-7)
         assert found.error[row] - found.gap[row] <= expected + 1e-7
         assert found.gap[row] <= 1e-7
+
+
+def test_the_gap_says_what_is_missing_where_the_search_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(4)
+    atoms = random.normal(size=(20, 6, 8)) + 0.5
+    exact = nearest_point(atoms, np.ones((20, 6), dtype=bool)).error
+    monkeypatch.setattr(free_weights, "MOST_PASSES", 0)
+    cut = nearest_point(atoms, np.ones((20, 6), dtype=bool))
+    assert (cut.error > exact).all()
+    assert (cut.error - cut.gap <= exact + 1e-12).all()
+    assert (cut.error - cut.gap > 0).any()
 
 
 def test_atoms_that_are_not_there_do_not_count() -> None:
@@ -104,7 +116,7 @@ def test_frank_wolfe_keeps_at_most_its_budget_and_falls_below_sigma_over_root_s(
 
 def test_frank_wolfe_stops_where_nothing_is_left() -> None:
     """Two keys hold mu exactly; more are not needed, and padding never enters."""
-    values = np.array([[1.0, 0], [-1, 0], [7, 7], [9, 9]])
+    values = np.array([[1.0, 0], [-1, 0], [7, 7], [-9, 0]])
     weights = np.array([[0.5, 0.5, 0.0, 0.0]])
     visible = np.array([[True, True, True, False]])
     found, keys = frank_wolfe(instances(weights, values, visible=visible), (3,))

@@ -9,6 +9,7 @@ import made_signals
 import numpy as np
 import pytest
 
+import kvlens
 from kvlens.cli import app
 from kvlens.discover.simulate import simulate
 

@@ -375,7 +375,7 @@ def test_what_the_package_logs_becomes_a_note(
 
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_closed_stream_is_no_error(closed: int) -> None:
-    command = f"{sys.executable} -m kvlens models --json {closed}>&-"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["sh", "-c", f"{sys.executable} -m kvlens models --json {closed}>&-"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert (done.stdout == "") == (closed == 1)

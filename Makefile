@@ -46,7 +46,7 @@ figures: setup ## redraw every figure from committed data
 	@for script in figures/[0-9]*.py; do [ ! -e "$$script" ] || { echo "$$script"; $(BIN)/python "$$script"; } || exit 1; done
 
 lab: setup ## open JupyterLab on the notebooks
-	$(BIN)/python -m jupyter lab --notebook-dir=notebooks
+	$(BIN)/python -m jupyter lab --allow-root --notebook-dir=notebooks
 
 clean: ## remove what the commands made here; the shared environment and the models stay
 	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -153,7 +153,8 @@ def real_bands(found: dict[str, Any]) -> list[str]:
         f"Bands on real traces ({found['model']}, {found['dtype']}, windows of {found['window']} at stride "
         f"{found['stride']}, `experiments/02_bands.py`). Verdicts in the order `evict`, `knockout`, `substitute`; the "
         "correlations are the largest of any layer under `evict`: mean over traces with position partialled out and "
-        "its interval (of the layer alone, chosen for its size), and pooled over tokens with the trend left in.",
+        "its interval (of the layer alone, chosen for its size), and pooled over tokens with the trend left in. Traces "
+        "of too few tokens, or without a correlation, are left out here and not in the agreement.",
         "",
         "| traces | n | hidden change, mean of 64 | largest | pooled | z-score | key variance | attention mass |",
         "|---|---|---|---|---|---|---|---|",

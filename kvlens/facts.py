@@ -131,11 +131,11 @@ def _flip_words(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return ""
     ways = found["compared"]
-    words = [f"{found['n_flipped']:,} of {counted(found['n_compared'], 'window')} change the model's answer"]
+    words = [f"{found['n_flipped']:,} of {counted(found['n_compared'], 'window')} compared change the model's answer"]
     if n_texts := ways.get("texts", 0):
-        words.append(f"its whole text in {counted(n_texts, 'trace')} where it states no answer")
+        words.append(f"{counted(n_texts, 'trace')} without a stated answer: whole texts compared")
     if n_nothing := ways.get("nothing", 0):
-        words.append(f"none compared in {counted(n_nothing, 'trace')} where it gives no answer though the target does")
+        words.append(f"{counted(n_nothing, 'trace')} in which the model gives no answer: not compared")
     return "; ".join(words)
 
 
@@ -166,7 +166,7 @@ def _screen_words(screen: Any, found: Mapping[str, Any] | None) -> str:
     least = f", least of a trace {found['recall_least']:.2f}" if found["recall_least"] < found["recall_median"] else ""
     return (
         f"{words}: {found['n_measured']:,} of {counted(found['n_windows'], 'window')} measured; of the largest tenth "
-        f"it holds {found['recall_median']:.2f} by the audit (at least {found['recall_low_median']:.2f}){least}"
+        f"it holds {found['recall_median']:.2f} by the audit (95 %: {found['recall_low_median']:.2f} or more){least}"
     )
 
 

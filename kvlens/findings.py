@@ -30,10 +30,10 @@ def labels_run(run: Run | str | Path) -> Run:
     """
     run = run if isinstance(run, Run) else load(run)
     if run.schema != LABELS or "runs" in run.meta:
-        what = "several runs" if "runs" in run.meta else f"schema '{run.schema}'"
-        raise InputError(f"viewing {run!r} failed: {what}, not one run of '{LABELS}'", "give the folder of a label run")
+        what = "several runs" if "runs" in run.meta else f"a run of {run.schema.split('/')[0].removeprefix('kvlens.')}"
+        raise InputError(f"viewing '{run.path}' failed: it holds {what}, not labels", "give the folder of a label run")
     if lacking := {"windows", "tokens", "traces"} - set(run.tables):
-        raise InputError(f"viewing {run!r} failed: it has no table {sorted(lacking)}", "run its command again")
+        raise InputError(f"viewing '{run.path}' failed: it has no table {sorted(lacking)}", "run its command again")
     return run
 
 

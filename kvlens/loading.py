@@ -16,12 +16,11 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from kvlens.disk import as_path, disk, sha256_file
 from kvlens.errors import InputError
 from kvlens.runstate import STATE, files_of, is_intact
-from kvlens.schemas import SCHEMAS, to_pandas
+from kvlens.schemas import SCHEMAS, read_parquet, to_pandas
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,7 +58,9 @@ class Run:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name} {len(table):,}" for name, table in self.tables.items())
-        return f"<Run {self.schema} '{self.path}': {sizes} rows>"
+        held = [f"{sizes} rows"] if sizes else []
+        held += [f"{name}.json" for name in self.meta.get("documents", {})]
+        return f"<Run {self.schema} '{self.path}': {', '.join(held)}>"
 
 
 def load(run: str | Path | Sequence[str | Path]) -> Run:
@@ -80,7 +81,7 @@ def _load_one(path: Path) -> Run:
         file = intact(path, meta, f"{name}.parquet")
         try:
             with disk(f"reading '{file}'"), open(file, "rb") as stream:  # pyarrow's own paths must be UTF-8
-                tables[name] = to_pandas(pq.read_table(stream))
+                tables[name] = to_pandas(read_parquet(stream))
         except pa.ArrowException as error:
             raise InputError(f"loading '{file}' failed: {error}", "run its command again with --force") from error
     documents = {name: _document(intact(path, meta, f"{name}.json")) for name in meta.get("documents", {})}
@@ -132,7 +133,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise InputError(f"{failed}: the run is not finished", "run its command again: it continues where it stopped")
     if not is_intact(meta):
         raise InputError(
-            f"{failed}: its {STATE} was changed since the run wrote it", "restore it, or run its command again"
+            f"{failed}: its {STATE} was changed since the run wrote it", "restore it, or measure into another folder"
         )
     return meta
 

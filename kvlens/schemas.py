@@ -6,12 +6,13 @@ each signal it was asked for, so `table_schema` reads its configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 from jaxtyping import Bool
 
 if TYPE_CHECKING:
@@ -235,6 +236,15 @@ def table_schema(schema: str, table: str, config: Mapping[str, Any]) -> pa.Schem
         causal = b"true" if name in config["causal"] else b"false"
         columns = columns.append(pa.field(name, kind, metadata={b"causal": causal}))
     return columns
+
+
+def read_parquet(stream: BinaryIO | pa.NativeFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table in an open file, or some of its columns.
+
+    On this thread alone: a pool thread that still drops a Python buffer when the interpreter ends aborts the process.
+    """
+    wanted = None if columns is None else list(columns)
+    return pq.ParquetFile(stream, pre_buffer=False).read(columns=wanted, use_threads=False)
 
 
 def pack_kept(kept: Bool[np.ndarray, " pos"]) -> bytes:

@@ -28,7 +28,7 @@ from kvlens.disk import TEMPORARY, Damaged, Lock, as_path, disk, read_sealed, sh
 from kvlens.errors import EnvironmentLacks, InputError, KvlensError
 from kvlens.provenance import now, plain
 from kvlens.runstate import STATE, check_files, continued, fresh, held_state, sealed, start_afresh
-from kvlens.schemas import DOCUMENTS, SCHEMAS, table_schema, to_arrow, to_pandas
+from kvlens.schemas import DOCUMENTS, SCHEMAS, read_parquet, table_schema, to_arrow, to_pandas
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -236,7 +236,7 @@ class RunFolder:
 
     def _read(self, table: str, key: str) -> pa.Table:
         try:
-            return pq.read_table(pa.BufferReader(read_sealed(self._part_path(table, key))))
+            return read_parquet(pa.BufferReader(read_sealed(self._part_path(table, key))))
         except (FileNotFoundError, Damaged) as error:
             raise EnvironmentLacks(
                 f"reading the part '{key}' of table '{table}' in '{self.path}' failed: {error}",

@@ -44,11 +44,12 @@ def read_prompts(source: str | Path, *, limit: int | None = None) -> list[Trace]
     return _collect(source, _prompt, limit)
 
 
-def at_hand(traces: Sequence[Trace], limit: int | None = None) -> list[Trace]:
-    """The first `limit` of traces that are in memory already.
+def at_hand(traces: Sequence[Trace], limit: int | None = None, *, prompts: bool = False) -> list[Trace]:
+    """The first `limit` of traces (or `prompts`) that are in memory already.
 
-    Raises: InputError when there are none, two of one id, or something else among them.
+    Raises: InputError when there are none, two of one id, something else among them, or what no file could hold.
     """
+    build = _prompt if prompts else _trace
     if isinstance(traces, Trace) or not isinstance(traces, Iterable):
         raise InputError(f"cannot read traces from {traces!r:.80}", "give a file, or a list of traces")
     if limit is not None and (type(limit) is not int or limit < 1):
@@ -59,10 +60,32 @@ def at_hand(traces: Sequence[Trace], limit: int | None = None) -> list[Trace]:
     for trace in found:
         if not isinstance(trace, Trace):
             raise InputError(f"{trace!r:.80} is no trace", "make one: kvlens.records.Trace(id, prompt=..., target=...)")
+        build(f"trace {trace.id!r}", _as_row(trace))
     counts = Counter(trace.id for trace in found)
     if twice := [trace_id for trace_id, count in counts.items() if count > 1]:
         raise InputError(f"the id {twice[0]!r} stands for {counts[twice[0]]} traces", "give every trace its own id")
     return found
+
+
+def _as_row(trace: Trace) -> dict[str, Any]:
+    """The row of a file that would hold this trace; a piece that is empty and need not be there is left out."""
+    whole = trace.text is not None
+    pieces = {name: getattr(trace, name) for name in ("prompt", "reasoning", "target", "text")}
+    kept = {name: piece for name, piece in pieces.items() if piece or not (whole or name == "reasoning")}
+    questions = [
+        {"question": one.question, "target": one.target, "answer": _listed(one.answer)} for one in trace.questions
+    ]
+    return kept | {
+        "id": trace.id,
+        "answer": _listed(trace.answer),
+        "spans": [list(span) if isinstance(span, tuple) else span for span in trace.spans] or None,
+        "questions": questions or None,
+        "meta": trace.meta,
+    }
+
+
+def _listed(answers: Sequence[str]) -> list[str] | Any:
+    return (list(answers) or None) if isinstance(answers, tuple) else answers
 
 
 def _collect(source: str | Path, build: Callable[[str, dict[str, Any]], Trace], limit: int | None) -> list[Trace]:

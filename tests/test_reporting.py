@@ -269,7 +269,7 @@ def test_only_one_label_run_can_be_viewed(tmp_path: Path, run: Run) -> None:
     with pytest.raises(InputError, match="several runs"):
         reporting.page(load([tmp_path / "run"]))
     other = Run(run.path, run.meta | {"schema": "kvlens.signals/1"}, run.tables)
-    with pytest.raises(InputError, match=r"kvlens\.signals/1"):
+    with pytest.raises(InputError, match="a run of signals, not labels"):
         findings.top_windows(other)
 
 
@@ -332,10 +332,10 @@ def test_flips_are_told_in_facts_table_and_page(run: Run) -> None:
         "n_flipped": 1, "n_compared": n_windows, "compared": {"texts": 1, "nothing": 1}
     }  # fmt: skip
     words = facts.facts(seen)["flips"]
-    assert words.startswith(f"1 of {n_windows} windows change the model's answer")
-    assert "its whole text in 1 trace" in words
-    assert "none compared in 1 trace" in words
-    assert facts.facts(seen, "apples")["flips"].endswith("where it states no answer")
+    assert words.startswith(f"1 of {n_windows} windows compared change the model's answer")
+    assert "1 trace without a stated answer: whole texts" in words
+    assert "1 trace in which the model gives no answer" in words
+    assert facts.facts(seen, "apples")["flips"].endswith("whole texts compared")
     assert list(findings.top_windows(seen, "apples", n=2).flipped) == [True, False]
     assert findings.top_windows(seen, "<b>", n=1).flipped[0] is None
     page = reporting.page(seen, ["apples"])
@@ -356,7 +356,7 @@ def test_the_screen_and_the_random_sets_report_themselves(run: Run) -> None:
     assert facts.summary(found, "<b>")["screen"]["recall_least"] == 0.9
     words = facts.facts(found)["chosen"]
     assert "30 of 100 windows measured" in words
-    assert "0.95 by the audit (at least 0.75), least of a trace 0.90" in words
+    assert "0.95 by the audit (95 %: 0.75 or more), least of a trace 0.90" in words
     assert "40 in 2 traces" in facts.facts(found)["random sets"]
     assert "R² 0.50" in facts.facts(found)["random sets"]
     few = {"apples": {"n_subsets": 3, "r2": None, "rank_agreement": None, "reason": "3 sets a trace are too few"}}

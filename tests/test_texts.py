@@ -19,7 +19,7 @@ from kvlens.errors import EnvironmentLacks, InputError, KvlensError
 from kvlens.formats import _dataset_name
 from kvlens.provenance import hash_traces
 from kvlens.records import Question, Trace
-from kvlens.texts import read_prompts, read_traces
+from kvlens.texts import at_hand, read_prompts, read_traces
 
 GOOD = {"id": "a", "prompt": "2 + 2 = ", "reasoning": "two and two. ", "target": "4"}
 FULL = GOOD | {
@@ -343,3 +343,31 @@ def test_any_bytes_give_traces_or_a_refusal(tmp_path_factory: pytest.TempPathFac
     except InputError:
         return
     assert traces[0].text == data.decode().removeprefix("\ufeff")
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (Trace("\ud800", prompt="a", target="b"), "lone surrogate"),
+        (Trace("a", prompt="the \ud800 red", target="b"), "lone surrogate"),
+        (Trace("a", prompt="a b", target="c", spans=((-3, 4),)), "outside the text"),
+        (Trace("a", prompt="a b", target="c", spans=((3, 99),)), "outside the text"),
+        (Trace("a", prompt="a", target="b", meta={"x": object()}), "type object"),
+        (Trace("a", prompt="a", target="b", text="c"), "both text and prompt and target"),
+        (Trace("", prompt="a", target="b"), "the id is empty"),
+        (Trace("a", prompt="a"), "target is empty"),
+    ],
+)
+def test_traces_at_hand_are_held_to_what_a_file_could_hold(trace: Trace, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        at_hand([trace])
+
+
+def test_traces_at_hand_stay_what_they_are() -> None:
+    found = [
+        Trace("a", prompt="p", reasoning="r", target="t", answer=("1", "2"), spans=((0, 2),), meta={"x": [1]}),
+        Trace("b", text="whole", questions=(Question("q", "t", ("1",)),)),
+        Trace("c", prompt="", target="t"),
+    ]
+    assert at_hand(found) == found
+    assert at_hand([Trace("d", prompt="only")], prompts=True) == [Trace("d", prompt="only")]

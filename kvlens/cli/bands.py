@@ -33,13 +33,14 @@ def command(
 
     run = bands(labels, signals, out, signal=signal, compare=compare, audit_only=audit_only, seed=seed, force=force)
     document = run.documents["bands"]
-    Output(json, quiet).answer({"run": run.path, **document}, text=_text(run.path, document), paths=[run.path])
+    text = _text(run.path, document, run.meta["counts"]["skipped"])
+    Output(json, quiet).answer({"run": run.path, **document}, text=text, paths=[run.path])
 
 
-def _text(path: str, found: dict[str, Any]) -> str:
+def _text(path: str, found: dict[str, Any], left_out: list[dict[str, str]]) -> str:
     model = found["model"]
     note = f" ({model['note']})" if model["note"] else ""
-    skipped = f", {found['n_skipped']:,} left out" if found["n_skipped"] else ""
+    skipped = f", {len(left_out):,} left out ({left_out[0]['id']}: {left_out[0]['reason']})" if left_out else ""
     facts = {
         "signal": f"{found['signal']} against {found['intervention']} labels",
         "model": f"{model['name']}{note}, {model['n_layers']} layers",
@@ -49,9 +50,17 @@ def _text(path: str, found: dict[str, Any]) -> str:
     lines = [columns(facts)]
     if found["bands"]:
         lines += ["", table(*_table(found["bands"]), right=(2, 3)), ""]
-    lines += [columns({"verdict": f"{found['verdict']}: {found['reason']}"})]
+    lines += [columns({"largest": _largest(found), "verdict": f"{found['verdict']}: {found['reason']}"})]
     lines += [_moved(move, found["compare"]["other"]["path"]) for move in found.get("compare", {}).get("moves", [])]
     return "\n".join([*lines, columns({"run": path})])
+
+
+def _largest(found: dict[str, Any]) -> str:
+    """The layer with the largest mean, and what a mean has to exceed to be seen."""
+    one, width = found["largest"], found["half_width"]
+    seen = f"; a layer's interval reaches {number(width, '.2f')} to each side" if width is not None else ""
+    size = f"{number(one['mean_rho'])} {interval(one['low'], one['high'])}"
+    return f"layer {one['layer']}: {size}, chosen for its size{seen}"
 
 
 def _table(bands: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -42,7 +42,7 @@ def _text(path: str, found: dict[str, Any]) -> str:
         "a": found["a"],
         "b": found["b"],
         "differ in": "; ".join(differ) or "nothing that run.json tells",
-        "traces": f"{found['n_traces']:,}, {found['n_tokens']:,} tokens in both{skipped}{few}",
+        "traces": f"{found['n_traces']:,}, {found['n_tokens']:,} tokens in both{few}{skipped}",
     }
     lines = [columns(facts)]
     rows = []

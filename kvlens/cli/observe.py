@@ -8,6 +8,7 @@ import typer
 
 from kvlens.cli import options
 from kvlens.cli.output import Output, columns
+from kvlens.wording import counted
 
 if TYPE_CHECKING:
     from kvlens.loading import Run
@@ -69,7 +70,8 @@ def _text(run: Run) -> str:
         "one number": ", ".join(name for name in config["signals"] if name not in per_layer),
         "not causal": ", ".join(name for name in config["signals"] if name not in config["causal"]),
         "no value": "; ".join(
-            f"{name} in {len(ids):,} traces too short for it" for name, ids in meta["results"]["too_short"].items()
+            f"{name} in {counted(len(ids), 'trace')} too short for it"
+            for name, ids in meta["results"]["too_short"].items()
         ),
         "run": run.path,
     }

@@ -57,7 +57,7 @@ class Output:
         """
         if self.quiet:
             yield _silent
-        elif sys.stderr.isatty():
+        elif sys.stderr is not None and sys.stderr.isatty():
             with _bar(what) as tick:
                 yield tick
         else:
@@ -138,7 +138,9 @@ def interval(low: float | None, high: float | None, form: str = "+.2f") -> str:
 
 
 def _write(stream: Any, text: str, end: str = "\n") -> None:
-    """Nothing; a closed pipe is no error, and a character that the terminal cannot show is replaced."""
+    """Nothing; a closed pipe or stream is no error, and a character that the terminal cannot show is replaced."""
+    if stream is None:  # a service or `>&-` may start a program without it
+        return
     try:
         try:
             stream.write(text + end)
@@ -151,6 +153,8 @@ def _write(stream: Any, text: str, end: str = "\n") -> None:
 
 
 def _drop(stream: Any) -> None:
+    if stream is None:
+        return
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

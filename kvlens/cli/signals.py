@@ -34,7 +34,7 @@ def command(
 def _text(run: Run, rows: list[dict[str, Any]], fitted: dict[str, Any]) -> str:
     counts, model = run.meta["counts"], fitted["model"]
     note = f" ({model['note']})" if model["note"] else ""
-    few = ", too few to trust" if run.meta["results"]["few_traces"] else ""
+    few = ", few: intervals are rough" if run.meta["results"]["few_traces"] else ""
     facts = {
         "labels": f"{fitted['intervention']}, {model['name']}{note}",
         "traces": f"{counts['traces']:,} ({counts['confirm_traces']:,} to report the chosen layer){few}, "
@@ -43,7 +43,9 @@ def _text(run: Run, rows: list[dict[str, Any]], fitted: dict[str, Any]) -> str:
     lines = [
         columns(facts),
         "",
-        table(*_table(rows), right=(1, 2, 4, 5, 6)),
+        table(*_table(rows), right=(1, 2, 3, 5, 6, 7)),
+        "",
+        f"Each interval stands by itself: of {len(rows)} signals, one in twenty leaves out 0 by chance.",
         "",
     ]
     if fitted["held_out"] is not None:
@@ -53,19 +55,29 @@ def _text(run: Run, rows: list[dict[str, Any]], fitted: dict[str, Any]) -> str:
             "  ridge": f"rho {number(ridge['mean'])} {interval(ridge['low'], ridge['high'])}",
             "  logistic": f"AUC for the top tenth {number(logistic['mean'], '.2f')} "
             f"{interval(logistic['low'], logistic['high'], '.2f')}",
+            "  verdict": _worth(fitted["held_out"]["beyond_position"]["auc"]),
         }
         lines.append(columns(score))
     return "\n".join([*lines, columns({"run": run.path})])
 
 
+def _worth(beyond: dict[str, Any]) -> str:
+    """Whether the signals add to knowing the position, by the AUC in held-out traces."""
+    by = f"{number(beyond['mean'], '+.3f')} AUC {interval(beyond['low'], beyond['high'], '+.3f')}"
+    if beyond["low"] is not None and beyond["low"] > 0:
+        return f"adds to knowing the position: {by}"
+    return f"not shown to add to knowing the position ({by}): do not build a policy on it"
+
+
 def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The headers and rows that compare signals."""
-    headers = ["signal", "layer", "rho", "95 % interval", "AUC size", "AUC signed", "adds AUC", "causal"]
+    headers = ["signal", "layer", "n", "rho", "95 % interval", "AUC size", "AUC signed", "adds AUC", "causal"]
     known = {True: "yes", False: "no"}
     shown = [
         [
             row["signal"],
             str(row["layer"]) if isinstance(row["layer"], int) else "",
+            str(row["n_traces"]),
             number(row["rho"]),
             interval(row["rho_low"], row["rho_high"]),
             number(row["auc_size"], ".2f"),

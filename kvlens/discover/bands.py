@@ -49,6 +49,7 @@ from kvlens.stats import (
     sign_flip_p,
     spearman,
 )
+from kvlens.wording import counted
 
 DEFAULT_SIGNAL = "hidden_change_rolling"
 BEFORE, AFTER = "hidden_change", "hidden_change_z"
@@ -143,6 +144,7 @@ def _document(pair: Pair, profile: Profile, other: Mapping[str, Any] | None, see
     for cluster in find_bands(rho[discover], seed):
         share, layers = stability(rho[discover], cluster, seed)
         found.append({**tested(rho, discover, cluster, seed), "stability": {"found": share, "layers": layers}})
+    every_layer = _layers(profile, seed)
     document = {
         "schema": BANDS,
         "signal": profile.signal,
@@ -157,7 +159,8 @@ def _document(pair: Pair, profile: Profile, other: Mapping[str, Any] | None, see
         "n_tokens": int(sum(usable.sum() for usable in profile.usable())),
         "n_tokens_without_signal": int(sum((~usable).sum() for usable in profile.usable())),
         "n_skipped": len(profile.skipped),
-        "layers": _layers(profile, seed),
+        **_sizes(every_layer),
+        "layers": every_layer,
         "position_trend": _trends(pair, profile, seed),
         "traces": [
             {"trace_id": trace.trace_id, "half": "discover" if half else "confirm", "rho": row}
@@ -215,12 +218,23 @@ def tested(
 
 def _reason(found: list[dict[str, Any]], n_traces: int, n_discover: int) -> str:
     """Why the verdict is what it is."""
-    where = f"in {n_discover} traces"
+    where = f"in {counted(n_discover, 'trace')}"
     some = f"{len(found)} found {where}" if found else f"none found {where}"
     if n_traces < LEAST_TRACES:
-        return f"cannot confirm with {n_traces} traces: {LEAST_TRACES} are needed ({some})"
+        return f"cannot confirm with {counted(n_traces, 'trace')}: {LEAST_TRACES} are needed ({some})"
     confirmed = sum(band["confirmed"] for band in found)
     return f"{some}, {confirmed} confirmed in {n_traces - n_discover} others" if found else some
+
+
+def _sizes(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The layer with the largest mean, which was chosen for it, and how wide intervals are: what could be missed."""
+    largest = max(layers, key=lambda row: abs(row["mean_rho"]) if np.isfinite(row["mean_rho"]) else -1.0)
+    widths = np.array([(row["high"] - row["low"]) / 2 for row in layers])
+    known = widths[np.isfinite(widths)]
+    return {
+        "largest": {name: largest[name] for name in ("layer", "mean_rho", "low", "high")},
+        "half_width": float(np.median(known)) if len(known) else None,
+    }
 
 
 def _layers(profile: Profile, seed: int) -> list[dict[str, Any]]:

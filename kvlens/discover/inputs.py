@@ -30,7 +30,7 @@ from kvlens.errors import InputError
 from kvlens.findings import beside_sink
 from kvlens.loading import Run, intact, load, read_meta
 from kvlens.probe.tables import mean_over_windows
-from kvlens.schemas import LABELS, SIGNALS
+from kvlens.schemas import LABELS, SIGNALS, read_parquet
 
 KEYS = ("trace_id", "pos", "token_id")
 ROLLING_WINDOW = 64
@@ -66,7 +66,7 @@ class Pair:
     def read(self, name: str) -> Float[np.ndarray, "row layer"]:
         """One signal, every row of the table; a signal without layers has one column. Nulls are NaN."""
         with disk(f"reading '{self.signals_path}'"), open(self.signals_path / "signals.parquet", "rb") as stream:
-            column = pq.read_table(stream, columns=[name]).column(name).combine_chunks()
+            column = read_parquet(stream, [name]).column(name).combine_chunks()
         if not pa.types.is_fixed_size_list(column.type):
             return np.asarray(column.to_numpy(zero_copy_only=False), dtype=float)[:, None]
         found = np.full((len(column), column.type.list_size), np.nan)
@@ -127,7 +127,7 @@ def read_pair(labels: Run | str | Path, signals: Run | str | Path, *, audit_only
     with open(intact(path, meta, "signals.parquet"), "rb") as stream:
         try:
             schema = pq.read_schema(stream)
-            keys = pq.read_table(stream, columns=[name for name in KEYS if name in schema.names]).to_pandas()
+            keys = read_parquet(stream, [name for name in KEYS if name in schema.names]).to_pandas()
         except (pa.ArrowException, KeyError) as error:
             raise InputError(f"loading '{path}' failed: {error}", "run its command again with --force") from error
     rows = _matched(run, path, keys)

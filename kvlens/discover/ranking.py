@@ -80,7 +80,7 @@ def signals(
             run.finish(
                 {"ranking": ["all"]},
                 counts={"traces": len(pair.traces), "tokens": n_tokens, "confirm_traces": int((~discover).sum())},
-                results={**sources(pair), "few_traces": len(pair.traces) < LEAST_TRACES},
+                results={**sources(pair), "few_traces": int((~discover).sum()) < LEAST_TRACES},
                 documents={"fitted": combination.document},
             )
     return load(out)
@@ -134,8 +134,10 @@ def _numbers(measured: Measured, seed: int) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]], added: dict[str, dict[str, float]]) -> dict[str, list[Any]]:
-    """The columns of the table: the rows that compare signals first, by |rho|, with what each adds, then all layers."""
+    """The columns of the table: the rows that compare signals first, by |rho|, then all layers."""
     compared = [row | added[row["signal"]] for row in rows if row["choice"] != EACH]
-    compared.sort(key=lambda row: -abs(row["rho"]) if np.isfinite(row["rho"]) else 1.0)
+    most = max(row["n_traces"] for row in compared)
+    # What is defined in few of the traces, such as lag in short ones, is no rival to the others: it comes last.
+    compared.sort(key=lambda row: (2 * row["n_traces"] < most, -abs(row["rho"]) if np.isfinite(row["rho"]) else 1.0))
     rows = compared + [row for row in rows if row["choice"] == EACH]
     return {name: [row.get(name) for row in rows] for name in RANKING_TABLES["ranking"].names}

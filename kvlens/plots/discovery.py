@@ -83,7 +83,7 @@ def position_trend(bands: Run | str | Path, ax: Axes | None = None) -> Axes:
 def signal_ranking(ranking: Run | str | Path, ax: Axes | None = None) -> Axes:
     """The signals by |rank correlation| with the effect in traces that did not choose the layer, without position."""
     run = _run(ranking, RANKING, "kvlens signals")
-    rows = [row for row in run.ranking.to_dict("records") if row["choice"] != "each layer" and np.isfinite(row["rho"])]
+    rows = [row for row in run.ranking.to_dict("records") if row["choice"] != "each layer" and row["n_traces"] > 1]
     if not rows:
         raise InputError(f"plotting {run!r} failed: no signal has a rank correlation", "observe other signals")
     rows, left = rows[:N_SIGNALS], len(rows) - N_SIGNALS

@@ -68,9 +68,13 @@ def traces(
     Raises: InputError, EnvironmentLacks, ModelRefused; finished lines stay, and the same call continues after them.
     Cost: a prefill a prompt and a forward pass a token, one prompt at a time.
     """
-    asked = read_prompts(prompts, limit=limit) if isinstance(prompts, (str, Path)) else at_hand(prompts, limit)
+    asked = (
+        read_prompts(prompts, limit=limit)
+        if isinstance(prompts, (str, Path))
+        else at_hand(prompts, limit, prompts=True)
+    )
     path = as_path(out, "output")
-    _check(asked, path, max_new_tokens, temperature, grade, seed)
+    _check(path, max_new_tokens, temperature, grade, seed)
     if isinstance(prompts, (str, Path)) and path.exists() and Path(prompts).resolve() == path.resolve():
         raise InputError(f"'{path}' is the file of prompts itself", "choose another file for the traces")
     with LineFile(path) as lines:
@@ -173,7 +177,7 @@ def _text(model: Model, prompt: Sequence[int], new: Sequence[int]) -> str:
     return str(text).rstrip("\ufffd")
 
 
-def _check(asked: Sequence[Trace], path: Path, max_new_tokens: int, temperature: float, grade: str, seed: int) -> None:
+def _check(path: Path, max_new_tokens: int, temperature: float, grade: str, seed: int) -> None:
     """Nothing; refuses what cannot work before any model is loaded."""
     if path.suffix.lower() not in JSONL_SUFFIXES:
         raise InputError(f"cannot write traces to '{path}': not a JSONL file", "name a file that ends in .jsonl")
@@ -187,8 +191,6 @@ def _check(asked: Sequence[Trace], path: Path, max_new_tokens: int, temperature:
         raise InputError(f"seed {seed!r} is no whole number of 0 or more", "give one below 2^63")
     if not isinstance(grade, str) or grade not in GRADERS:
         raise InputError(f"cannot grade by {grade!r}: no such grader", f"use one of {', '.join(GRADERS)}")
-    if blank := [prompt.id for prompt in asked if not prompt.prompt.strip()]:
-        raise InputError(f"{blank[0]}: a prompt is empty", "give every trace a prompt")
 
 
 # The file

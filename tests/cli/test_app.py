@@ -371,3 +371,11 @@ def test_what_the_package_logs_becomes_a_note(
     assert app.main(["models", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert (log.level, log.handlers) == before
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_closed_stream_is_no_error(closed: int) -> None:
+    command = ["sh", "-c", f"{sys.executable} -m kvlens models --json {closed}>&-"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.stdout == "") == (closed == 1)

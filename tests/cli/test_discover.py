@@ -9,6 +9,7 @@ import made_signals
 import numpy as np
 import pytest
 
+import kvlens
 from kvlens.cli import app
 from kvlens.discover.simulate import simulate
 
@@ -142,4 +143,28 @@ def test_a_run_of_another_configuration_needs_force(
 def test_a_bands_run_is_no_label_run(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     assert app.main(words("bands", folder, tmp_path / "out", "--quiet")) == 0
     assert app.main(["inspect", str(tmp_path / "out")]) == 2
-    assert "kvlens.bands/1" in capsys.readouterr().err
+    assert "it holds a run of bands, not labels" in capsys.readouterr().err
+
+
+def test_bands_say_how_large_a_mean_was_and_would_have_to_be(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    assert app.main(words("bands", folder, tmp_path / "out")) == 0
+    out = capsys.readouterr().out
+    found = kvlens.load(tmp_path / "out").documents["bands"]
+    sizes = [abs(row["mean_rho"]) for row in found["layers"]]
+    assert found["largest"]["layer"] == sizes.index(max(sizes))
+    assert f"layer {found['largest']['layer']}: " in out
+    widths = sorted((row["high"] - row["low"]) / 2 for row in found["layers"])
+    assert widths[0] <= found["half_width"] <= widths[-1]
+
+
+def test_signals_say_whether_they_add_to_the_position(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    assert app.main(words("signals", folder, tmp_path / "out")) == 0
+    out = capsys.readouterr().out
+    beyond = kvlens.load(tmp_path / "out").documents["fitted"]["held_out"]["beyond_position"]["auc"]
+    said = "adds to knowing the position" if beyond["low"] > 0 else "do not build a policy on it"
+    assert said in out
+    assert "one in twenty leaves out 0 by chance" in out

@@ -284,7 +284,7 @@ def test_prompts_without_a_trace_are_kept_out_with_a_reason(out: Path) -> None:
         ({"grade": "vibes"}, "no such grader"),
         ({"prompts": []}, "no traces"),
         ({"prompts": [PROMPTS[0], PROMPTS[0]]}, "stands for 2"),
-        ({"prompts": [Trace("blank", prompt=" ")]}, "a prompt is empty"),
+        ({"prompts": [Trace("blank", prompt=" ")]}, "the prompt is empty"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(

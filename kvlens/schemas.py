@@ -143,7 +143,7 @@ CEILINGS_TABLES: dict[str, pa.Schema] = {
             ("closable", pa.bool_()),
             ("n_subsets", pa.int64()),
             ("exact", pa.bool_()),
-            ("effective_rank", pa.float64()),
+            *_numbers("effective_rank", "sigma", "balanced_all_error"),
         ],
         _numbers("free_error", "free_gap", "free_top_error", "free_top_gap", "free_search_error", "free_search_gap"),
     ),

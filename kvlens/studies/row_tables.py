@@ -84,7 +84,7 @@ def _measure(
     nulls: Sequence[str],
     entropy: tuple[int, ...],
 ) -> Tables:
-    found = ceilings(rows, budgets)
+    found = ceilings(rows, budgets, all_keys=True)
     tables = {"rows": _placed(where, found)}
     drawn = []
     for number, name in enumerate(nulls):

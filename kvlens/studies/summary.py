@@ -103,6 +103,8 @@ def _beside(rows: pd.DataFrame, seed: int) -> dict[str, Any]:
         "share_top_mass_optimal": float((rows.top_mass_error <= best * SAME).mean()),
         "share_balanced_optimal": float((rows.balanced_error <= best * SAME).mean()),
         "share_whole_scope": float((rows.scope == "all").mean()),
+        "share_beaten_outside_pool": float((rows.balanced_all_error * SAME < best).mean()),
+        "share_free_below_sigma": float((rows.free_search_error <= rows.sigma / np.sqrt(rows.budget) * SAME).mean()),
         **{name: _median(np.where(best > 0, ratio, np.nan), documents, seed) for name, ratio in ratios.items()},
     }
 

@@ -206,7 +206,9 @@ def median_over_traces(
         total = np.cumsum(weights[code])
         medians[draw] = ranked[np.searchsorted(total, total[-1] / 2)]
     ends = (
-        np.quantile(medians[1:], [LEVEL / 2, 1 - LEVEL / 2], method="inverted_cdf") if len(names) > 1 else (np.nan, np.nan)
+        np.quantile(medians[1:], [LEVEL / 2, 1 - LEVEL / 2], method="inverted_cdf")
+        if len(names) > 1
+        else (np.nan, np.nan)
     )
     return OverTraces(np.array(medians[0]), np.array(ends[0]), np.array(ends[1]), np.array(len(names)))
 

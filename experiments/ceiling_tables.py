@@ -54,7 +54,7 @@ def _beside_paper(found: Facts) -> list[str]:
         (
             "swaps with any key beat the pool's optimum",
             lambda real: _share(real["share_beaten_outside_pool"]),
-            "15 % at 8",
+            "15 %",
         ),
         ("kappa at most 1.5", lambda real: _share(real["share_kappa_close"]), "89 to 90 %"),
         ("pi, free weights on any keys", lambda real: f"{real['pi_search']['median']:.2f}", pi),

@@ -99,7 +99,7 @@ def _by_budget(budgets: list[dict[str, Any]]) -> tuple[list[str], list[list[str]
             [
                 str(line["budget"]),
                 percent(real["ceiling"]["median"]),
-                f"[{percent(real['ceiling']['low'])}, {percent(real['ceiling']['high'])}]",
+                _ends(real["ceiling"]),
                 percent(real["share_kappa_close"]),
                 percent(real["share_top_mass_optimal"]),
                 percent(real["share_balanced_optimal"]),
@@ -115,13 +115,12 @@ def _nulls(budgets: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     for line in budgets:
         for name, facts in {"real": line["real"], **line["nulls"]}.items():
             ceiling, auc = facts["ceiling"], facts["auc"]
-            ends = f"[{percent(ceiling['low'])}, {percent(ceiling['high'])}]"
             rows.append(
                 [
                     str(line["budget"]) if name == "real" else "",
                     name,
                     percent(ceiling["median"]),
-                    ends,
+                    _ends(ceiling),
                     number(auc["mean"], ".2f"),
                     interval(auc["low"], auc["high"], ".2f"),
                 ]
@@ -146,6 +145,11 @@ def _facts(found: dict[str, Any]) -> dict[str, str]:
         added = f"{number(value['added_nats'], '+.3f')} nats a token {interval(value['low'], value['high'], '+.3f')}"
         facts[f"forced {arm}"] = f"{value['n_cells']:,} cells keep {at} keys: {added}"
     return facts
+
+
+def _ends(facts: dict[str, Any]) -> str:
+    """An interval in per cent; empty where there is none, as with one document."""
+    return "" if facts["low"] is None else f"[{percent(facts['low'])}, {percent(facts['high'])}]"
 
 
 def percent(value: float | None) -> str:

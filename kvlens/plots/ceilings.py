@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MARKS = {"real": (PLUS, "s"), "permuted": (MINUS, "o"), "gaussian": ("#009e73", "^"), "rank 4": (INK, "D")}
 PAPER_PI = {4: 1.07, 8: 1.16, 16: 1.39, 32: 1.79}  # ContourKV, Qwen2.5-1.5B
 FLAT = 0.25
+NEEDED = ("budgets", "predictors", "predictor_budget", "rules", "cells", "model", "n_rows", "n_documents")
 
 
 def read_summary(ceilings: Run | str | Path) -> dict[str, Any]:
@@ -42,8 +43,11 @@ def read_summary(ceilings: Run | str | Path) -> dict[str, Any]:
             found = json.loads(content)
         except (ValueError, RecursionError):
             found = None
+    hint = "give what `kvlens ceilings` wrote"
     if not isinstance(found, dict) or found.get("schema") != CEILINGS:
-        raise InputError(f"'{file}' is no summary of ceilings", "give what `kvlens ceilings` wrote")
+        raise InputError(f"'{file}' is no summary of ceilings", hint)
+    if lacking := [name for name in NEEDED if not found.get(name)]:
+        raise InputError(f"'{file}' is damaged: it lacks {', '.join(lacking)}", hint)
     return found
 
 
@@ -97,9 +101,8 @@ def predictors(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
         ("within cells", "within_cells_", "white", -0.12),
     ):
         auc, low, high = (_column(lines, f"{prefix}{end}") for end in ("auc", "low", "high"))
-        ends = [auc - low, high - auc]
-        style: dict[str, Any] = {"fmt": "o", "ms": 3.5, "lw": 1, "mew": 0.8, "color": PLUS}
-        ax.errorbar(auc, y + shift, xerr=ends, mfc=face, label=name, **style)
+        ax.hlines(y + shift, low, high, color=PLUS, lw=1)
+        ax.plot(auc, y + shift, "o", color=PLUS, mfc=face, ms=3.5, mew=0.8, label=name)
     ax.axvline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yticks(y, [visible(line["statistic"].replace("_", " ")) for line in lines])
     ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower left", handletextpad=0.3)
@@ -181,14 +184,16 @@ def _about(found: Mapping[str, Any]) -> list[str]:
 def _with_interval(
     ax: Axes, x: np.ndarray, facts: list[dict[str, Any]], middle: str, colour: str, mark: str, label: str
 ) -> None:
+    """Nothing; draws marks and intervals, and neither where it is unknown. An interval need not hold its mark."""
     values, low, high = (_column(facts, name) for name in (middle, "low", "high"))
-    ends = [values - low, high - values]
-    style: dict[str, Any] = {"ms": 3.5, "lw": 1, "mec": "white", "mew": 0.5}
-    ax.errorbar(x, values, yerr=ends, fmt=mark, color=colour, label=label, **style)
+    ax.vlines(x, low, high, color=colour, lw=1)
+    ax.plot(x, values, mark, color=colour, ms=3.5, mec="white", mew=0.5, label=label)
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
-    return np.array([np.nan if row[name] is None else float(row[name]) for row in rows])
+    """One number a row; NaN for what is unknown, and for what is infinite, which has no place on an axis."""
+    found = np.array([np.nan if row[name] is None else float(row[name]) for row in rows])
+    return np.where(np.isfinite(found), found, np.nan)
 
 
 def _budget_axis(ax: Axes, found: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import typer
 from kvlens.cli import options
 from kvlens.cli.output import Output, columns, interval, number, table
 from kvlens.errors import InputError
+from kvlens.wording import counted
 
 
 def command(
@@ -72,7 +73,7 @@ def _text(path: str, meta: dict[str, Any], found: dict[str, Any]) -> str:
         columns(
             {
                 "model": model["name"] + (f" ({model['note']})" if model["note"] else ""),
-                "rows": f"{found['n_rows']:,} of {found['n_documents']:,} documents"
+                "rows": f"{found['n_rows']:,} of {counted(found['n_documents'], 'document')}"
                 + (f" ({skipped:,} left out)" if skipped else ""),
                 "checked": f"{check['n_rows']:,} rows against the model's own output, {check['n_off']:,} off, "
                 f"the worst at {check['worst']:.2f} of what is allowed",

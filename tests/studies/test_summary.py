@@ -221,10 +221,9 @@ def test_documents_are_told_apart_by_their_whole_id_and_in_no_order() -> None:
     random = np.random.default_rng(0)
     n = 60
     table = pd.DataFrame(
-        {"trace_id": np.repeat(["b", "b\0", "a"], n // 3), "kappa": 1 + random.random(n), "ceiling": random.random(n)}
+        {"trace_id": ["b", "b\0", "a"] * (n // 3), "kappa": 1 + random.random(n), "ceiling": random.random(n)}
     )
     table = table.assign(dropped_mass=random.random(n), closable=random.random(n) < 0.5)
     found = ceiling_facts(table, 0)
     assert found == ceiling_facts(table.iloc[::-1], 0)
-    merged = table.assign(trace_id=table.trace_id.str.rstrip("\0"))
-    assert found != ceiling_facts(merged, 0)
+    assert found != ceiling_facts(table.assign(trace_id=["b", "b", "a"] * (n // 3)), 0)

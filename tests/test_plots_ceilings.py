@@ -80,27 +80,44 @@ def ends(rows: list[dict[str, Any]], low: str = "low", high: str = "high") -> li
     return [pytest.approx([row[low], row[high]]) for row in rows]
 
 
+def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    found = summary(folder)
+    change(found)
+    (to / "summary.json").write_text(json.dumps(found))
+    return to / "summary.json"
+
+
 # What is drawn
 
 
-def test_the_distribution_is_the_quantiles_of_real_rows_and_nulls(folder: Path) -> None:
-    found = summary(folder)["budgets"]
-    ax = plots.ceiling_distribution(folder)
+def test_the_distribution_is_the_quantiles_of_real_rows_and_nulls(folder: Path, tmp_path: Path) -> None:
+    def spread(found: dict[str, Any]) -> None:  # few rows have several quantiles at 0
+        for number, line in enumerate(found["budgets"]):
+            for place, facts in enumerate(both(line).values()):
+                facts["ceiling"]["quantiles"] = [0.1 * i + 0.01 * place + 0.05 * number for i in range(5)]
+
+    file = changed(folder, tmp_path, spread)
+    ax = plots.ceiling_distribution(file)
+    found = json.loads(file.read_text())["budgets"]
     marks = [line for line in ax.lines if line.get_marker() != "None"]
     bars = [line for line in ax.lines if line.get_marker() == "None"]
     assert len(marks) == len(bars) / 2 == 8
     wanted = [(number, name, facts) for number, line in enumerate(found) for name, facts in both(line).items()]
     for place, (number, name, facts) in enumerate(wanted):
         quantiles = facts["ceiling"]["quantiles"]
-        outer, inner = (bars[2 * place + i].get_ydata() for i in (0, 1))
-        assert list(outer) == [quantiles[0], quantiles[4]]
-        assert list(inner) == [quantiles[1], quantiles[3]]
-        assert marks[place].get_ydata() == quantiles[2] == pytest.approx(facts["ceiling"]["median"], abs=1e-6)
+        outer, inner = bars[2 * place : 2 * place + 2]
+        assert list(outer.get_ydata()) == [quantiles[0], quantiles[4]]
+        assert list(inner.get_ydata()) == [quantiles[1], quantiles[3]]
+        assert outer.get_linewidth() < inner.get_linewidth()
+        assert marks[place].get_ydata() == quantiles[2]
         assert round(float(marks[place].get_xdata()[0])) == number
         assert (marks[place].get_color(), marks[place].get_marker()) == MARKS[name]
     assert list(labelled(ax)) == [*SERIES]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["2", "4"]
     assert len({float(mark.get_xdata()[0]) for mark in marks}) == 8  # side by side
+    for line in summary(folder)["budgets"]:
+        for facts in both(line).values():
+            assert facts["ceiling"]["quantiles"][2] == pytest.approx(facts["ceiling"]["median"], abs=1e-6)
 
 
 def both(line: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +202,9 @@ def test_one_document_one_budget_and_no_nulls_are_drawn_without_intervals(name: 
     ax.figure.canvas.draw()
     if name != "cell_map":  # whose colour bar has lines of its own
         assert not any(spans(ax, 1))
-    assert "36 rows of 1 document" in " ".join(words(ax).split())
+    said = " ".join(words(ax).split())
+    assert "36 rows of 1 document" in said
+    assert "documents" not in said.replace("over documents", "")
     if name in ("ceiling_distribution", "dropped_mass_auc"):
         assert list(labelled(ax)) == ["real"]
         assert [label.get_text() for label in ax.get_xticklabels()] == ["3"]
@@ -193,13 +212,6 @@ def test_one_document_one_budget_and_no_nulls_are_drawn_without_intervals(name: 
         assert "one set for a KV group" not in labelled(ax)
     if name == "free_weights":
         assert not len(labelled(ax)["paper, Qwen2.5-1.5B"].get_xdata())
-
-
-def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    found = summary(folder)
-    change(found)
-    (to / "summary.json").write_text(json.dumps(found))
-    return to / "summary.json"
 
 
 def test_an_interval_beside_its_mark_and_infinite_medians_are_no_error(folder: Path, tmp_path: Path) -> None:
@@ -286,6 +298,12 @@ def test_what_is_no_ceilings_run_is_refused_in_one_line(name: str, make: Callabl
     assert caught.value.message
     assert "\n" not in caught.value.message
     assert caught.value.hint
+
+
+def test_another_documents_numbers_are_refused(folder: Path, tmp_path: Path) -> None:
+    file = changed(folder, tmp_path, lambda found: found.update(schema="kvlens.ceilings/2"))
+    with pytest.raises(InputError, match="no summary of ceilings"):
+        plots.free_weights(file)
 
 
 def test_runs_stacked_are_no_single_run(folder: Path, small: Path) -> None:

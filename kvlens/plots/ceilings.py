@@ -195,9 +195,8 @@ def _with_interval(
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
-    """One number a row; NaN for what is unknown, and for what is infinite, which has no place on an axis."""
-    found = np.array([np.nan if row[name] is None else float(row[name]) for row in rows])
-    return np.where(np.isfinite(found), found, np.nan)
+    """One number a row; NaN for what is unknown. What is infinite has no place on an axis either."""
+    return np.array([np.nan if row[name] is None else float(row[name]) for row in rows])
 
 
 def _budget_axis(ax: Axes, found: Mapping[str, Any]) -> None:

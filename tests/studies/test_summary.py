@@ -219,11 +219,9 @@ def test_rows_that_are_closable_all_or_never_have_no_auc() -> None:
 
 def test_documents_are_told_apart_by_their_whole_id_and_in_no_order() -> None:
     random = np.random.default_rng(0)
-    n = 60
-    table = pd.DataFrame(
-        {"trace_id": ["b", "b\0", "a"] * (n // 3), "kappa": 1 + random.random(n), "ceiling": random.random(n)}
-    )
+    n, ids = 70, ["b", "b\0", "a", "c", "e", "d", "f"]
+    table = pd.DataFrame({"trace_id": ids * 10, "kappa": 1 + random.random(n), "ceiling": random.random(n)})
     table = table.assign(dropped_mass=random.random(n), closable=random.random(n) < 0.5)
     found = ceiling_facts(table, 0)
     assert found == ceiling_facts(table.iloc[::-1], 0)
-    assert found != ceiling_facts(table.assign(trace_id=["b", "b", "a"] * (n // 3)), 0)
+    assert found != ceiling_facts(table.assign(trace_id=["b", "b", *ids[2:]] * 10), 0)

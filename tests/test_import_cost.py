@@ -12,7 +12,18 @@ import pytest
 import kvlens
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"torch", "transformers", "transformer_lens", "pandas", "pyarrow", "numpy", "jaxtyping", "scipy", "datasets"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "transformer_lens",
+    "pandas",
+    "pyarrow",
+    "numpy",
+    "jaxtyping",
+    "scipy",
+    "datasets",
+    "numba",
+}
 
 
 def modules_after(code: str) -> set[str]:
@@ -34,7 +45,15 @@ def test_import_kvlens_is_light() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["inspect", "--help"], ["doctor", "--help"], ["no-such-verb"], ["models"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["inspect", "--help"],
+        ["ceilings", "--help"],
+        ["doctor", "--help"],
+        ["no-such-verb"],
+        ["models"],
+    ],
 )
 def test_help_and_usage_errors_are_light(words: list[str]) -> None:
     assert not modules_after(f"from kvlens.cli.app import main; main({words!r})") & HEAVY

@@ -289,22 +289,67 @@ def test_the_interval_of_an_auc_covers_the_planted_one() -> None:
     assert 88 <= sum(covered) <= 99
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_median_over_traces_is_that_of_repeated_rows(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_a_median_over_traces_is_numpys_lower_one_and_its_draws_are_repeated_rows(seed: int) -> None:
     random = np.random.default_rng(seed)
-    values, trace = np.round(random.normal(size=101), 1), random.integers(0, 5, 101)
-    values[:3] = np.inf
-    found = stats.median_over_traces(values, trace, seed=2, n_draws=80)
-    assert found.mean == np.median(values)
+    trace = random.integers(0, 5, 30 + seed) * 10
+    values = np.round(random.normal(size=len(trace)) + trace / 20, 1)  # with ties
+    found = stats.median_over_traces(values, trace, seed=1, n_draws=80)
+    assert found.mean == np.quantile(values, 0.5, method="inverted_cdf")
     names, draws = np.unique(trace), []
-    for count in stats.resampled(5, 80, 2).astype(int)[1:]:
-        rows = np.concatenate([np.flatnonzero(trace == name).repeat(n) for name, n in zip(names, count, strict=True)])
-        draws.append(np.sort(values[rows])[(len(rows) - 1) // 2])
-    assert [found.low, found.high] == np.quantile(draws, [0.025, 0.975], method="inverted_cdf").tolist()
+    for count in stats.resampled(5, 80, 1)[1:].astype(int):
+        rows = np.concatenate([values[trace == name].repeat(c) for name, c in zip(names, count, strict=True)])
+        draws.append(np.quantile(rows, 0.5, method="inverted_cdf"))
+    assert (found.low, found.high) == tuple(np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
+    assert found.low < found.high
     assert found.n == 5
-    assert np.isnan(stats.median_over_traces(values, np.zeros(101, dtype=int), seed=0).low)
+    order = random.permutation(len(values))
+    assert stats.median_over_traces(values[order], trace[order], seed=1, n_draws=80) == found
+    others = [stats.median_over_traces(values, trace, seed=other, n_draws=8) for other in range(20)]
+    assert len({(float(other.low), float(other.high)) for other in others}) > 2
 
 
-def test_most_rows_infinite_have_an_infinite_median() -> None:
-    found = stats.median_over_traces(np.array([1.0, np.inf, np.inf]), np.array([0, 0, 1]), seed=0)
-    assert found.mean == np.inf
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), min_size=1, max_size=40))
+def test_the_interval_of_a_median_is_made_of_values(pairs: list[tuple[int, int]]) -> None:
+    values, trace = np.array(pairs, dtype=float)[:, 0], np.array(pairs)[:, 1]
+    found = stats.median_over_traces(values, trace, seed=0, n_draws=30)
+    assert found.mean == np.sort(values)[(len(values) - 1) // 2]
+    assert found.n == len(set(trace.tolist()))
+    if found.n > 1:
+        assert found.low <= found.high
+        assert {float(found.low), float(found.high)} <= set(values.tolist())
+    else:
+        assert np.isnan([found.low, found.high]).all()
+
+
+def test_a_median_over_traces_leaves_nan_out_and_keeps_infinities() -> None:
+    inf, nan = np.inf, np.nan
+    values = np.array([1.0, nan, 3, inf, nan, nan, 2, inf, inf, inf])
+    trace = np.array([0, 0, 0, 0, 7, 7, 3, 3, 3, 5])
+    found = stats.median_over_traces(values, trace, seed=0)
+    assert (found.mean, found.high, found.n) == (inf, inf, 3)  # of 1, 2, 3 and four infinities
+    assert found.low == 3  # the first trace alone: 1, 3, infinity
+    known = ~np.isnan(values)
+    assert found == stats.median_over_traces(values[known], trace[known], seed=0)
+    assert stats.median_over_traces(-values, trace, seed=0).mean == -inf
+    alone = stats.median_over_traces(np.array([5.0, 1, nan]), np.array([0, 0, 1]), seed=0)
+    assert (alone.mean, alone.n) == (1, 1)
+    assert np.isnan([alone.low, alone.high]).all()
+    for nothing in (np.zeros(0), np.full(3, nan)):
+        found = stats.median_over_traces(nothing, np.arange(len(nothing)), seed=0)
+        assert np.isnan([found.mean, found.low, found.high]).all()
+        assert found.n == 0
+
+
+def test_the_interval_of_a_median_covers_the_planted_one() -> None:
+    """Traces shift all their values, so an interval of independent rows would be far too narrow."""
+    covered, narrow = [], []
+    random = np.random.default_rng(0)
+    for run in range(100):
+        trace = np.repeat(np.arange(30), 20)
+        values = random.normal(size=600) + random.normal(size=30)[trace]
+        for found, apart in ((covered, trace), (narrow, np.arange(600))):
+            over = stats.median_over_traces(values, apart, seed=run, n_draws=200)
+            found.append(over.low <= 0 <= over.high)
+    assert 87 <= sum(covered) <= 100
+    assert sum(narrow) < 70

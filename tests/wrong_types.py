@@ -19,12 +19,13 @@ import tiny_runs
 import kvlens
 from kvlens.errors import KvlensError
 
-WRONG: list[Any] = [None, 3, b"x", ["x"], {"a": 1}, 1.5, "x" * 300, "a\0b", "", True, object()]
+WRONG: list[Any] = [None, 3, b"x", ["x"], {"a": 1}, 1.5, "x" * 300, "a\0b", "", True, object(), [4, "x"]]
 LABEL = (
     "intervention window stride units cells lag per_target flips only_correct preset target_tokens filler "
     "random_subsets screen chat metric seed limit beyond_context force"
 )
 OBSERVE = "signals chat target_tokens device dtype attention seed limit beyond_context force"
+CEILINGS = "budgets rows_per_head nulls cross_entropy chat device dtype attention seed limit beyond_context force"
 TRACES = "max_new_tokens temperature chat grade seed limit force"
 
 
@@ -52,6 +53,9 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     for option in (*OBSERVE.split(), "out", "model", "traces"):
         usual = {"traces": texts, "model": model, "out": folder / "observed"}
         found[f"observe {option}"] = by_name(kvlens.observe, option, **usual)
+    for option in (*CEILINGS.split(), "out", "model", "traces"):
+        usual = {"traces": texts, "model": model, "out": folder / "ceilings", "budgets": [2], "rows_per_head": 2}
+        found[f"ceilings {option}"] = by_name(kvlens.ceilings, option, **usual)
     for option in (*TRACES.split(), "out", "prompts"):
         usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
         found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)

@@ -9,6 +9,7 @@ import typer
 from kvlens.cli import options
 from kvlens.cli.output import Output, columns, interval, number, table
 from kvlens.errors import InputError
+from kvlens.wording import counted
 
 
 def command(
@@ -72,7 +73,7 @@ def _text(path: str, meta: dict[str, Any], found: dict[str, Any]) -> str:
         columns(
             {
                 "model": model["name"] + (f" ({model['note']})" if model["note"] else ""),
-                "rows": f"{found['n_rows']:,} of {found['n_documents']:,} documents"
+                "rows": f"{found['n_rows']:,} of {counted(found['n_documents'], 'document')}"
                 + (f" ({skipped:,} left out)" if skipped else ""),
                 "checked": f"{check['n_rows']:,} rows against the model's own output, {check['n_off']:,} off, "
                 f"the worst at {check['worst']:.2f} of what is allowed",
@@ -99,7 +100,7 @@ def _by_budget(budgets: list[dict[str, Any]]) -> tuple[list[str], list[list[str]
             [
                 str(line["budget"]),
                 percent(real["ceiling"]["median"]),
-                f"[{percent(real['ceiling']['low'])}, {percent(real['ceiling']['high'])}]",
+                _ends(real["ceiling"]),
                 percent(real["share_kappa_close"]),
                 percent(real["share_top_mass_optimal"]),
                 percent(real["share_balanced_optimal"]),
@@ -115,13 +116,12 @@ def _nulls(budgets: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     for line in budgets:
         for name, facts in {"real": line["real"], **line["nulls"]}.items():
             ceiling, auc = facts["ceiling"], facts["auc"]
-            ends = f"[{percent(ceiling['low'])}, {percent(ceiling['high'])}]"
             rows.append(
                 [
                     str(line["budget"]) if name == "real" else "",
                     name,
                     percent(ceiling["median"]),
-                    ends,
+                    _ends(ceiling),
                     number(auc["mean"], ".2f"),
                     interval(auc["low"], auc["high"], ".2f"),
                 ]
@@ -146,6 +146,11 @@ def _facts(found: dict[str, Any]) -> dict[str, str]:
         added = f"{number(value['added_nats'], '+.3f')} nats a token {interval(value['low'], value['high'], '+.3f')}"
         facts[f"forced {arm}"] = f"{value['n_cells']:,} cells keep {at} keys: {added}"
     return facts
+
+
+def _ends(facts: dict[str, Any]) -> str:
+    """An interval in per cent; empty where there is none, as with one document."""
+    return "" if facts["low"] is None else f"[{percent(facts['low'])}, {percent(facts['high'])}]"
 
 
 def percent(value: float | None) -> str:

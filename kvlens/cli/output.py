@@ -126,12 +126,12 @@ def columns(facts: Mapping[str, str]) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}".rstrip() for name, value in facts.items())
 
 
-def number(value: float | None, form: str = "+.2f") -> str:
-    """A number in that form, with a true minus; empty for what is unknown."""
-    return "" if value is None or math.isnan(value) else f"{value:{form}}".replace("-", "−")
+def number(value: float | str | None, form: str = "+.2f") -> str:
+    """A number in that form, with a true minus; empty for what is unknown, "inf" (as documents have it) infinite."""
+    return "" if value is None or math.isnan(value := float(value)) else f"{value:{form}}".replace("-", "−")
 
 
-def interval(low: float | None, high: float | None, form: str = "+.2f") -> str:
+def interval(low: float | str | None, high: float | str | None, form: str = "+.2f") -> str:
     """An interval in that form; empty for what is unknown."""
     ends = [number(end, form) for end in (low, high)]
     return f"[{', '.join(ends)}]" if all(ends) else ""

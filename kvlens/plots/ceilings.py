@@ -19,6 +19,7 @@ from kvlens.loading import Run
 from kvlens.page_style import visible
 from kvlens.plots.style import INK, MINUS, PLUS, SOFT, TEXT_POINTS, axes, describe
 from kvlens.schemas import CEILINGS
+from kvlens.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 MARKS = {"real": (PLUS, "s"), "permuted": (MINUS, "o"), "gaussian": ("#009e73", "^"), "rank 4": (INK, "D")}
 PAPER_PI = {4: 1.07, 8: 1.16, 16: 1.39, 32: 1.79}  # ContourKV, Qwen2.5-1.5B
 FLAT = 0.25
+TITLE_CHARACTERS = 45  # beside tick labels
+NEEDED = ("budgets", "predictors", "predictor_budget", "rules", "cells", "model", "n_rows", "n_documents")
 
 
 def read_summary(ceilings: Run | str | Path) -> dict[str, Any]:
@@ -42,8 +45,11 @@ def read_summary(ceilings: Run | str | Path) -> dict[str, Any]:
             found = json.loads(content)
         except (ValueError, RecursionError):
             found = None
+    hint = "give what `kvlens ceilings` wrote"
     if not isinstance(found, dict) or found.get("schema") != CEILINGS:
-        raise InputError(f"'{file}' is no summary of ceilings", "give what `kvlens ceilings` wrote")
+        raise InputError(f"'{file}' is no summary of ceilings", hint)
+    if lacking := [name for name in NEEDED if not found.get(name)]:
+        raise InputError(f"'{file}' is damaged: it lacks {', '.join(lacking)}", hint)
     return found
 
 
@@ -66,7 +72,7 @@ def ceiling_distribution(ceilings: Run | str | Path, ax: Axes | None = None) -> 
     ax.set_yticks([0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1], ["0", ".01", ".05", ".1", ".2", ".4", ".6", ".8", "1"])
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, loc="upper right", handletextpad=0.3, columnspacing=0.8)
-    describe(ax, [*_about(found), "bars: half and nine tenths of the rows"], "keys kept", "ceiling (square-root scale)")
+    _describe(ax, found, "bars: half and nine tenths of the rows", "keys kept", "ceiling (square-root scale)")
     return ax
 
 
@@ -91,9 +97,11 @@ def dropped_mass_auc(ceilings: Run | str | Path | Sequence[Run | str | Path], ax
     ax.set_xticks(range(len(ticks)), ticks)
     ax.set_xlim(-0.6, len(ticks) - 0.4)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, handletextpad=0.3, columnspacing=0.8)
-    about = [f"{len(runs)} models"] if several else _about(runs[0])
-    x_label = "" if several else "keys kept"
-    describe(ax, [*about, "95 % interval over documents; dashed: chance"], x_label, "AUC of dropped mass")
+    shown = "95 % interval over documents; dashed: chance"
+    if several:
+        describe(ax, [f"{len(runs)} models", shown], "", "AUC of dropped mass")
+    else:
+        _describe(ax, runs[0], shown, "keys kept", "AUC of dropped mass")
     return ax
 
 
@@ -108,14 +116,13 @@ def predictors(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
         ("within cells", "within_cells_", "white", -0.12),
     ):
         auc, low, high = (_column(lines, f"{prefix}{end}") for end in ("auc", "low", "high"))
-        ends = [auc - low, high - auc]
-        style: dict[str, Any] = {"fmt": "o", "ms": 3.5, "lw": 1, "mew": 0.8, "color": PLUS}
-        ax.errorbar(auc, y + shift, xerr=ends, mfc=face, label=name, **style)
+        ax.hlines(y + shift, low, high, color=PLUS, lw=1)
+        ax.plot(auc, y + shift, "o", color=PLUS, mfc=face, ms=3.5, mew=0.8, label=name)
     ax.axvline(0.5, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yticks(y, [visible(line["statistic"].replace("_", " ")) for line in lines])
     ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower left", handletextpad=0.3)
     at = f"{found['predictor_budget']} keys kept, 95 % interval; dashed: chance"
-    describe(ax, [*_about(found), at], "AUC for closable rows", "")
+    _describe(ax, found, at, "AUC for closable rows", "", width=35)
     return ax
 
 
@@ -134,7 +141,7 @@ def cell_map(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
     bar.ax.tick_params(labelsize=TEXT_POINTS, length=2)
     bar.outline.set_linewidth(0.4)
     shown = f"{found['predictor_budget']} keys kept; dot: flat, {found['cells']['n_flat']} of {found['cells']['n']}"
-    describe(ax, [*_about(found), shown], "layer", "head")
+    _describe(ax, found, shown, "layer", "head")
     return ax
 
 
@@ -152,7 +159,7 @@ def free_weights(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
     ax.axhline(1, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3)
-    describe(ax, [*_about(found), "medians of rows, 95 % interval"], "keys kept", "forced over free error")
+    _describe(ax, found, "medians of rows, 95 % interval", "keys kept", "forced over free error")
     return ax
 
 
@@ -175,7 +182,7 @@ def rule_excess(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
     ax.minorticks_off()
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3, ncols=2, columnspacing=0.8)
-    describe(ax, [*_about(found), "medians of rows, 95 % interval"], "keys kept", "error over the best")
+    _describe(ax, found, "medians of rows, 95 % interval", "keys kept", "error over the best")
     return ax
 
 
@@ -183,22 +190,25 @@ def _series(line: Mapping[str, Any]) -> dict[str, Any]:
     return {"real": line["real"], **line["nulls"]}
 
 
-def _about(found: Mapping[str, Any]) -> list[str]:
+def _describe(ax: Axes, found: Mapping[str, Any], shown: str, x: str, y: str, width: int = TITLE_CHARACTERS) -> None:
+    """Nothing; says whose rows these are, how many, and what is shown."""
     model = found["model"]
-    note = f" ({model['note']})" if model["note"] else ""
-    return [visible(f"{model['name']}{note}"), f"n = {found['n_rows']:,} rows of {found['n_documents']} documents"]
+    name = visible(model["name"] + (f" ({model['note']})" if model["note"] else ""))
+    n = f"n = {found['n_rows']:,} rows of {counted(found['n_documents'], 'document')}"
+    describe(ax, [name, n, shown], x, y, width)
 
 
 def _with_interval(
     ax: Axes, x: np.ndarray, facts: list[dict[str, Any]], middle: str, colour: str, mark: str, label: str
 ) -> None:
+    """Nothing; draws marks and intervals, and neither where it is unknown. An interval need not hold its mark."""
     values, low, high = (_column(facts, name) for name in (middle, "low", "high"))
-    ends = [values - low, high - values]
-    style: dict[str, Any] = {"ms": 3.5, "lw": 1, "mec": "white", "mew": 0.5}
-    ax.errorbar(x, values, yerr=ends, fmt=mark, color=colour, label=label, **style)
+    ax.vlines(x, low, high, color=colour, lw=1)
+    ax.plot(x, values, mark, color=colour, ms=3.5, mec="white", mew=0.5, label=label)
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+    """One number a row; NaN for what is unknown. What is infinite has no place on an axis either."""
     return np.array([np.nan if row[name] is None else float(row[name]) for row in rows])
 
 

@@ -100,6 +100,7 @@ def ceilings(
     refuse_other_folder(out)
     loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
     everything = [tokens_of(trace, loaded, target_tokens=1, **reading) for trace in found]
+    queries, skipped = _choose(loaded, everything, asked, seed)
     with open_run(
         out,
         schema=CEILINGS,
@@ -112,7 +113,10 @@ def ceilings(
         already = run.complete
         if not already:
             warn_of_chat(found, chat, note or ignore)
-            Survey(run, loaded, asked, progress or ignore, note or ignore).do(everything)
+            for trace_id, reason in skipped.items():
+                run.skip(trace_id, reason)
+            chosen = [tokens for tokens in everything if tokens.trace.id in queries]
+            Survey(run, loaded, asked, progress or ignore, note or ignore).do(chosen, queries)
     finished = load(out)
     if already and note is not None:
         note(already_there(out))
@@ -121,9 +125,10 @@ def ceilings(
 
 def _checked(budgets: Sequence[int], rows_per_head: int, nulls: str, cross_entropy: bool) -> dict[str, Any]:
     """The options as `run.json` keeps them. Raises: InputError for one that cannot be."""
-    kept = sorted(set(budgets)) if isinstance(budgets, (list, tuple)) and budgets else None
-    if kept is None or not all(type(budget) is int and 1 <= budget <= MOST_BUDGET for budget in kept):
+    several = isinstance(budgets, (list, tuple)) and len(budgets) > 0
+    if not several or not all(type(budget) is int and 1 <= budget <= MOST_BUDGET for budget in budgets):
         raise InputError(f"budgets {budgets!r} are no numbers of keys", f"give whole numbers from 1 to {MOST_BUDGET}")
+    kept = sorted(set(budgets))
     if type(rows_per_head) is not int or not 1 <= rows_per_head <= MOST_ROWS:
         raise InputError(f"{rows_per_head!r} rows a head", f"give a whole number from 1 to {MOST_ROWS}")
     if nulls not in ("all", "none"):
@@ -132,6 +137,34 @@ def _checked(budgets: Sequence[int], rows_per_head: int, nulls: str, cross_entro
         raise InputError(f"cross_entropy {cross_entropy!r} is of the wrong kind", "give True or False")
     names = list(NULLS) if nulls == "all" else []
     return {"budgets": kept, "rows_per_head": rows_per_head, "nulls": names, "cross_entropy": cross_entropy}
+
+
+def _choose(
+    model: Model, everything: Sequence[Tokens], asked: dict[str, Any], seed: int
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """By trace, the sampled queries; and why the other traces, which have too few, are left out.
+
+    Raises: InputError when none is left, or one alone where held-out ones are asked for.
+    """
+    rows, least_keys = asked["rows_per_head"], max(asked["budgets"]) + 1
+    queries: dict[str, np.ndarray] = {}
+    skipped: dict[str, str] = {}
+    for tokens in everything:
+        try:
+            found = choose_queries(model, tokens, rows_per_head=rows, seed=seed, least_keys=least_keys)
+        except InputError as error:
+            refusal = error
+            skipped[tokens.trace.id] = error.message
+        else:
+            queries[tokens.trace.id] = found
+    if not queries:
+        raise refusal
+    if asked["cross_entropy"] and len(queries) < 2:
+        raise InputError(
+            f"the cross-entropy of held-out traces needs two traces or more, and there is {len(queries)} to use",
+            "give more or longer ones, or leave the cross-entropy out",
+        )
+    return queries, skipped
 
 
 class Survey:
@@ -146,12 +179,10 @@ class Survey:
         self.seed = int(run.state["seed"])
         self.tables = [name for name in TABLES if name != "nulls" or self.nulls]
 
-    def do(self, everything: Sequence[Tokens]) -> None:
-        """Nothing; measures the traces that the run lacks and finishes it."""
+    def do(self, chosen: Sequence[Tokens], queries: dict[str, np.ndarray]) -> None:
+        """Nothing; measures the traces that the run lacks, at these queries, and finishes it."""
         if self.run.plan is None:
             self.run.save_plan({"checks": {}})
-        queries = self._queries(everything)
-        chosen = [tokens for tokens in everything if tokens.trace.id in queries]
         ahead = [tokens for tokens in chosen if not self._is_there(tokens)]
         missing = {tokens.trace.id for tokens in ahead}
         n_layers = self.model.n_layers
@@ -159,37 +190,16 @@ class Survey:
             n_rows = (
                 sum(queries[tokens.trace.id].size for tokens in ahead) * self.model.n_heads // self.model.n_kv_heads
             )
+            under = f", each real and under {counted(len(self.nulls), 'null')}" if self.nulls else ""
             before = f", {len(chosen) - len(ahead):,} done before" if len(ahead) < len(chosen) else ""
-            self.note(
-                f"{n_rows:,} rows of {counted(len(ahead), 'trace')} at {counted(len(self.budgets), 'budget')}, "
-                f"each real and under {counted(len(self.nulls), 'null')}{before}"
-            )
+            budgets = counted(len(self.budgets), "budget")
+            self.note(f"{n_rows:,} rows of {counted(len(ahead), 'trace')} at {budgets}{under}{before}")
         for number, tokens in enumerate(chosen):
             self.progress(number * n_layers, len(chosen) * n_layers)
             if tokens.trace.id in missing:
                 self._measure(tokens, queries[tokens.trace.id], number, len(chosen))
         self.progress(len(chosen) * n_layers, len(chosen) * n_layers)
         self._finish(chosen)
-
-    def _queries(self, everything: Sequence[Tokens]) -> dict[str, np.ndarray]:
-        """By trace, the sampled queries; a trace that has too few is left out. Raises: InputError when all are."""
-        found: dict[str, np.ndarray] = {}
-        refusal: InputError | None = None
-        for tokens in everything:
-            try:
-                found[tokens.trace.id] = choose_queries(
-                    self.model,
-                    tokens,
-                    rows_per_head=self.rows_per_head,
-                    seed=self.seed,
-                    least_keys=max(self.budgets) + 1,
-                )
-            except InputError as error:
-                self.run.skip(tokens.trace.id, error.message)
-                refusal = error
-        if not found and refusal is not None:
-            raise refusal
-        return found
 
     def _is_there(self, tokens: Tokens) -> bool:
         """Whether an earlier start of this run measured the trace."""
@@ -243,10 +253,6 @@ class Survey:
     def _compare(self, chosen: Sequence[Tokens], one: pd.DataFrame, at: int) -> tuple[pd.DataFrame, dict[str, Any]]:
         """The cross-entropy of each held-out document under every arm, and what each arm costs in nats a token."""
         half = halves([tokens.trace.id for tokens in chosen], self.seed)
-        if half.all():
-            raise InputError(
-                "the cross-entropy of held-out documents needs two traces or more", "give more, or drop --cross-entropy"
-            )
         choosing = {tokens.trace.id for tokens, first in zip(chosen, half, strict=True) if first}
         flat = np.zeros((self.model.n_layers, self.model.n_heads), dtype=bool)
         table = cell_table(one[one.trace_id.isin(choosing)])

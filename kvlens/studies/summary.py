@@ -82,7 +82,8 @@ def ceiling_facts(rows: pd.DataFrame, seed: int) -> dict[str, Any]:
     return {
         "ceiling": {
             **_median(rows.ceiling.to_numpy(), documents, seed),
-            "quantiles": np.quantile(rows.ceiling, QUANTILES).round(6).tolist(),
+            # The lower of two middle values, as in medians.
+            "quantiles": np.quantile(rows.ceiling, QUANTILES, method="inverted_cdf").round(6).tolist(),
         },
         "kappa": _median(rows.kappa.to_numpy(), documents, seed),
         "share_kappa_close": float((rows.kappa <= CLOSE).mean()),
@@ -134,7 +135,8 @@ def _shared(table: pd.DataFrame, budgets: Sequence[int], seed: int) -> dict[str,
 
 
 def _documents(rows: pd.DataFrame) -> np.ndarray:
-    return np.unique(rows.trace_id.to_numpy(dtype=str), return_inverse=True)[1]
+    """A number for each trace, in the order of their ids."""
+    return np.asarray(pd.factorize(rows.trace_id, sort=True)[0])
 
 
 def _median(values: Float[np.ndarray, " row"], documents: np.ndarray, seed: int) -> dict[str, float]:

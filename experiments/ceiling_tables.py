@@ -1,4 +1,4 @@
-"""The README's tables of experiments/03_ceilings.py."""
+"""The README's tables of the experiments on ceilings: what was found, and how fast."""
 
 from __future__ import annotations
 
@@ -110,3 +110,54 @@ def _area(facts: Facts) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
+
+
+def search_speed(found: Facts) -> list[str]:
+    """The tables of experiments/03_subset_speed.py."""
+    rows, machine, panel = found["rows"], found["machine"], found["panel"]
+    lines = [
+        f"The exact search ({rows['model']}, {rows['dtype']}; {found['n_threads']} threads each, {machine['cpu']}; "
+        "medians of five in one run, `experiments/03_subset_speed.py`) against the plain vectorised numpy form over a ready "
+        "table of subsets; what a row takes is counted from its pool on.",
+        "",
+        "| keys kept | subsets | faster than numpy in float32 | in float64 | same error as itertools |",
+        "|---|---|---|---|---|",
+    ]
+    for budget, line in found["enumeration"].items():
+        agreed = found["agreement"][budget]
+        lines.append(
+            f"| {budget} | {line['subsets']:,} | {line['faster_than_float32']:.0f}x | "
+            f"{line['faster_than_float64']:.0f}x | {agreed['n_rows']} of {agreed['n_rows']} rows within "
+            f"{max(agreed['largest_relative_difference'], 1e-9):.0e} |"
+        )
+    seconds = panel["seconds"]
+    lines += [
+        "",
+        f"On average {found['enumeration_faster_than_float32_mean']:.0f}x and "
+        f"{found['enumeration_faster_than_float64_mean']:.0f}x. The paper's panel of {panel['n_instances']:,} instances "
+        f"takes {seconds['enumeration']:.0f} s of enumeration, with {seconds['pools']:.0f} s for the pools, "
+        f"{seconds['balancing']:.0f} s for balancing and {seconds['free_weights']:.0f} s for free weights apart, in "
+        f"{panel['peak_bytes'] / 1e9:.2f} GB. Larger pools by branch and bound, one row at a time:",
+        "",
+        "| candidates | kept | subsets | proven optimal | s a row: median, most |",
+        "|---|---|---|---|---|",
+    ]
+    for line in found["larger"]:
+        lines.append(
+            f"| {line['candidates']} | {line['budget']} | {line['subsets']:.1e} | {line['share_proven']:.0%} of "
+            f"{line['n_rows']} | {line['seconds_median']:.3f}, {line['seconds_most']:.2f} |"
+        )
+    return lines
+
+
+def rows_speed(found: Facts) -> list[str]:
+    """The line of experiments/03_rows_speed.py."""
+    seconds, memory = found["seconds"], found["memory"]
+    return [
+        f"Reading {seconds['check']['n_rows']:,} rows at {seconds['n_tokens']:,} tokens takes "
+        f"{seconds['over_plain_same_linear_kernel']:.2f}x the plain SDPA pass with the same linear kernel "
+        f"({seconds['over_plain']:.2f}x as PyTorch comes); memory beside the stored rows "
+        f"({memory['stored_bytes'] / 1e6:.0f} MB) is {memory['beside_stored_over_plain_same_linear_kernel']:.2f}x what "
+        f"the plain pass adds, {memory['whole_process_beside_stored_over_plain']:.2f}x of the whole process "
+        f"({found['model']}, {found['dtype']}, {found['machine']['threads']} thread; `experiments/03_rows_speed.py`).",
+    ]

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ceiling_tables import ceilings
+from ceiling_tables import ceilings, rows_speed, search_speed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
@@ -191,6 +191,8 @@ def block() -> str:
         ("02_bands", real_bands),
         ("02_band_power", band_power),
         ("03_ceilings/summary", ceilings),
+        ("03_subset_speed", search_speed),
+        ("03_rows_speed", rows_speed),
     )
     parts = [write(found) for name, write in tables if (found := result(name))]
     return "\n\n".join("\n".join(lines) for lines in parts)

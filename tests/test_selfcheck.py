@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvlens import selfcheck
+from kvlens.cached import cache_dir
 from kvlens.errors import ModelRefused
-from kvlens.model import Model, cache_dir, doctor_facts, hooks_bite, logits, require_mask, self_check, wrap
+from kvlens.model import Model, doctor_facts, hooks_bite, logits, require_mask, self_check, wrap
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked
 

@@ -137,6 +137,23 @@ def test_the_auc_of_each_budget_has_its_interval(folder: Path) -> None:
     assert list(chance.get_ydata()) == [0.5, 0.5]
 
 
+def test_the_auc_of_several_models_stands_at_each_ones_budget(folder: Path, small: Path) -> None:
+    ax = plots.dropped_mass_auc([folder, kvlens.load(small)])
+    one, other = (summary(given)["budgets"][-1] for given in (folder, small))  # 4 and 3 keys
+    assert list(labelled(ax)) == [*SERIES]
+    for (name, marks), intervals in zip(labelled(ax).items(), spans(ax, 1), strict=True):
+        means = [both(line)[name]["auc"]["mean"] if name in both(line) else np.nan for line in (one, other)]
+        assert marks.get_ydata() == pytest.approx(means, nan_ok=True)
+        assert intervals == ends([both(one)[name]["auc"]])
+    said = [label.get_text().splitlines() for label in ax.get_xticklabels()]
+    assert said == [["an-organisation/a-long-name-of-a-model-1.7B", "4 kept"], ["tiny", "3 kept"]]
+    assert "2 models" in words(ax)
+    with pytest.raises(InputError, match="no run"):
+        plots.dropped_mass_auc([])
+    with pytest.raises(InputError):
+        plots.dropped_mass_auc([folder, folder / "nowhere"])
+
+
 def test_predictors_stand_by_rank_over_rows_and_within_cells(folder: Path) -> None:
     found = summary(folder)["predictors"]
     ax = plots.predictors(folder)
@@ -309,12 +326,3 @@ def test_another_documents_numbers_are_refused(folder: Path, tmp_path: Path) -> 
 def test_runs_stacked_are_no_single_run(folder: Path, small: Path) -> None:
     with pytest.raises(InputError, match="no summary of ceilings"):
         plots.cell_map(kvlens.load([folder, small]))
-
-
-def test_several_models_stand_side_by_side(folder: Path) -> None:
-    run = kvlens.load(folder)
-    ax = plots.dropped_mass_auc([run, run])
-    assert [label.get_text().splitlines()[0] for label in ax.get_xticklabels()] == [run.meta["model"]["name"]] * 2
-    assert "2 models" in ax.get_title(loc="left")
-    with pytest.raises(InputError):
-        plots.dropped_mass_auc([run, "no such folder"])

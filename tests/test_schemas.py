@@ -68,8 +68,9 @@ def test_the_columns_of_ceilings_are_fixed() -> None:
     rows, cells = CEILINGS_TABLES["rows"], CEILINGS_TABLES["cells"]
     assert rows.names == [
         "trace_id", "layer", "head", "query", "n_keys", "budget", "top_mass_error", "best_error", "balanced_error",
-        "scope", "dropped_mass", "kappa", "ceiling", "closable", "n_subsets", "exact", "effective_rank", "free_error",
-        "free_gap", "free_top_error", "free_top_gap", "free_search_error", "free_search_gap",
+        "scope", "dropped_mass", "kappa", "ceiling", "closable", "n_subsets", "exact", "effective_rank", "sigma",
+        "balanced_all_error", "free_error", "free_gap", "free_top_error", "free_top_gap", "free_search_error",
+        "free_search_gap",
     ]  # fmt: skip
     assert cells.names == ["layer", "head", "median_dropped_mass", "flat", "n_rows", "auc"]
     for field in (*rows, *cells):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -73,6 +73,15 @@ def best_subsets(
     return Chosen(error, members)
 
 
+def require_kernel() -> Any:
+    """The compiled search. Raises: EnvironmentLacks without numba."""
+    try:
+        from kvlens.discover import kernel
+    except ImportError as error:
+        raise EnvironmentLacks("the exact search on the CPU needs numba", extra("lens")) from error
+    return kernel
+
+
 def _search(pool: Pool, start: Chosen, device: str | None) -> Chosen:
     """The best sets of one block of rows."""
     form = quadratic_form(pool, start)
@@ -82,10 +91,7 @@ def _search(pool: Pool, start: Chosen, device: str | None) -> Chosen:
         from kvlens.discover import halves
 
         return halves.search(pool, form, start, device)
-    try:
-        from kvlens.discover import kernel
-    except ImportError as error:
-        raise EnvironmentLacks("the exact search on the CPU needs numba", extra("lens")) from error
+    kernel = require_kernel()
     arrays = (form.products, form.signed, form.base, form.constant, DOUBLE * form.slack)
     sets = (pool.vectors, pool.weights, pool.offset, pool.offset_weight, pool.floor)
     kernel.search(form.n_chosen, form.dropped, TIED, arrays, sets, start.error, start.members)

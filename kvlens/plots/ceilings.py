@@ -82,6 +82,8 @@ def dropped_mass_auc(ceilings: Run | str | Path | Sequence[Run | str | Path], ax
     Of several runs, each of another model: by model, at the budget of the predictors.
     """
     asked = [ceilings] if isinstance(ceilings, (Run, str, Path)) else list(ceilings)
+    if not asked:
+        raise InputError("the AUC of no run was asked for", "give at least one")
     runs, several = [read_summary(run) for run in asked], len(asked) > 1
     ax = axes(ax)
     lines, ticks = runs[0]["budgets"], [str(line["budget"]) for line in runs[0]["budgets"]]
@@ -99,7 +101,7 @@ def dropped_mass_auc(ceilings: Run | str | Path | Sequence[Run | str | Path], ax
     ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, handletextpad=0.3, columnspacing=0.8)
     shown = "95 % interval over documents; dashed: chance"
     if several:
-        describe(ax, [f"{len(runs)} models", shown], "", "AUC of dropped mass")
+        describe(ax, [f"{len(runs)} models", shown], "", "AUC of dropped mass", TITLE_CHARACTERS)
     else:
         _describe(ax, runs[0], shown, "keys kept", "AUC of dropped mass")
     return ax

@@ -24,6 +24,7 @@ from kvlens import model as models
 from kvlens.discover.ceilings import BUDGETS
 from kvlens.discover.inputs import halves
 from kvlens.discover.nulls import NULLS
+from kvlens.discover.subsets import require_kernel
 from kvlens.errors import InputError
 from kvlens.linear import kernel
 from kvlens.loading import Run, load
@@ -96,6 +97,7 @@ def ceilings(
     asked = _checked(budgets, rows_per_head, nulls, cross_entropy)
     reading: dict[str, Any] = {"chat": chat, "beyond_context": beyond_context}
     check_values({**reading, "seed": seed})
+    require_kernel()
     found = traces_of(traces, limit)
     refuse_other_folder(out)
     loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)

@@ -6,6 +6,7 @@ The truth is written out here: weights that the eager model reports, values from
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -26,7 +27,7 @@ import torch
 import kvlens
 from kvlens import model as models
 from kvlens.discover.nulls import NULLS
-from kvlens.errors import InputError, ModelRefused
+from kvlens.errors import EnvironmentLacks, InputError, ModelRefused
 from kvlens.model import Model, wrap
 from kvlens.probe.rows import choose_queries
 from kvlens.records import Trace
@@ -95,6 +96,7 @@ def truth(p: np.ndarray, v: np.ndarray, budget: int, sink: float = 0.0) -> dict[
         "dropped_mass": 1 - sink - p[top].sum(),
         "n_subsets": len(sets),
         "scope": "all" if len(pool) == len(p) else "pool",
+        "sigma": float(np.sqrt(p @ ((v - mu) ** 2).sum(1) + sink * (mu @ mu))),
         "effective_rank": spectrum.sum() ** 2 / (spectrum**2).sum(),
     }
 
@@ -182,6 +184,9 @@ def test_no_choice_beats_the_best_one_of_its_scope(run: kvlens.Run) -> None:
     assert (rows.best_error <= rows.balanced_error * SAME).all()
     assert (rows.balanced_error <= rows.top_mass_error * SAME).all()
     assert (rows.best_error < rows.balanced_error / SAME).any()
+    assert (rows.balanced_all_error <= rows.top_mass_error * SAME).all()
+    within = rows[rows.scope == "all"]
+    np.testing.assert_allclose(within.balanced_all_error, within.balanced_error, rtol=1e-9)
     assert (rows.free_error <= rows.best_error * SAME).all()
     assert (rows.free_top_error <= rows.top_mass_error * SAME).all()
     assert (rows.free_search_error < rows.free_error / SAME).any()
@@ -504,3 +509,12 @@ def test_budgets_of_one_key_and_of_many(tmp_path: Path, budgets: tuple[int, ...]
     assert (one.n_subsets == np.minimum(one.n_keys, 25)).all()
     assert found.documents["summary"]["predictor_budget"] == min(budgets, key=lambda budget: abs(budget - 8))
     json.loads((tmp_path / "out" / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_missing_numba_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "kvlens.discover.kernel", raising=False)
+    monkeypatch.delattr("kvlens.discover.kernel", raising=False)
+    with pytest.raises(EnvironmentLacks, match="numba"):
+        kvlens.ceilings([], "no such model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -19,7 +19,7 @@ from kvlens import stats
 from kvlens.discover.inputs import halves
 from kvlens.discover.nulls import NULLS
 from kvlens.schemas import CEILINGS
-from kvlens.studies.summary import ceiling_facts, cell_table
+from kvlens.studies.summary import ceiling_facts, cell_table, summarise
 from kvlens.texts import tokenize
 
 MODEL = tiny_runs.model(max_position_embeddings=64)
@@ -57,7 +57,7 @@ def drawn(table: pd.DataFrame, number: Any) -> tuple[float, float]:
     for counts in stats.resampled(len(names), 1024, SEED)[1:].astype(int):
         parts = [table[table.trace_id == name] for name, n in zip(names, counts, strict=True) for _ in range(n)]
         found.append(number(pd.concat(parts)))
-    return tuple(np.quantile(found, [0.025, 0.975], method="nearest"))
+    return tuple(np.quantile(found, [0.025, 0.975], method="inverted_cdf"))
 
 
 def check_median(found: dict[str, Any], values: Any) -> None:
@@ -101,8 +101,21 @@ def test_real_rows_and_nulls_stand_side_by_side_with_numbers_of_their_tables(
         assert real["share_balanced_optimal"] == (rows.balanced_error <= rows.best_error * (1 + 1e-9)).mean()
         assert real["share_top_mass_optimal"] < real["share_balanced_optimal"] < 1
         assert real["share_whole_scope"] == (rows.scope == "all").mean()
+        beaten = rows.balanced_all_error * (1 + 1e-9) < rows.best_error
+        assert real["share_beaten_outside_pool"] == beaten.mean()
+        assert not beaten[rows.scope == "all"].any()
+        below = rows.free_search_error <= rows.sigma / np.sqrt(line["budget"]) * (1 + 1e-9)
+        assert real["share_free_below_sigma"] == below.mean()
         check_median(real["pi"], rows.best_error / rows.free_error)
         check_median(real["pi_search"], rows.best_error / rows.free_search_error)
+
+
+def test_rows_where_swaps_over_all_keys_beat_the_pool_are_counted(run: kvlens.Run) -> None:
+    every_third = np.arange(len(run.rows)) % 3 == 0
+    rows = run.rows.assign(balanced_all_error=run.rows.best_error * np.where(every_third, 0.9, 1.0))
+    found = summarise(run.tables | {"rows": rows}, BUDGETS, AT, SEED)
+    for line in found["budgets"]:
+        assert line["real"]["share_beaten_outside_pool"] == every_third[rows.budget == line["budget"]].mean()
 
 
 def test_intervals_are_of_resampled_documents(run: kvlens.Run, summary: dict[str, Any]) -> None:

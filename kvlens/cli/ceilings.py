@@ -61,7 +61,7 @@ def command(
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(part) if part.strip().isascii() and "_" not in part else int("") for part in text.split(",")]
     except ValueError:
         raise InputError(f"budgets {text!r} are no whole numbers", "join them by commas: --budgets 4,8,16,32") from None
 

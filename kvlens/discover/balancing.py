@@ -20,6 +20,8 @@ from jaxtyping import Float, Int
 
 from kvlens.discover.instances import TIED, Instances, Pool, make_pool, set_errors
 
+LOOKED_AT = 16  # swaps of a row
+
 
 class Chosen(NamedTuple):
     """One kept set a row: its error, and its members as ascending places in the pool."""
@@ -72,11 +74,16 @@ def _best_swap(pool: Pool, members: Int[np.ndarray, "row kept"]) -> Int[np.ndarr
     masses = (mass[:, None] - pool.weights[row, members])[:, :, None] + pool.weights[row, others][:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         errors = np.where(masses > 0, squared / masses**2, np.inf)
-    swap_out, swap_in = np.divmod(errors.reshape(n_rows, -1).argmin(1), pool.size - budget)
-    tried = members.copy()
-    tried[row[:, 0], swap_out] = others[row[:, 0], swap_in]
-    tried.sort(axis=1)
-    return tried
+    # A set of tiny mass magnifies the rounding of the inner products: the lowest few are looked at directly.
+    errors = errors.reshape(n_rows, -1)
+    few = np.argsort(errors, axis=1, kind="stable")[:, :LOOKED_AT]
+    swap_out, swap_in = np.divmod(few, pool.size - budget)
+    tried = np.repeat(members[:, None], few.shape[1], 1)
+    places = np.arange(few.shape[1])
+    tried[row, places, swap_out] = others[row, swap_in]
+    tried.sort(axis=2)
+    direct = set_errors(pool, tried.reshape(-1, budget), np.repeat(np.arange(n_rows), few.shape[1]))
+    return np.asarray(tried[row[:, 0], direct.reshape(n_rows, -1).argmin(1)])
 
 
 def balance_all_keys(rows: Instances, budget: int) -> Float[np.ndarray, " row"]:

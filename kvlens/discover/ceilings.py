@@ -68,8 +68,11 @@ def ceilings(
 
     Cost: for each row and the four budgets of the paper 280,000 subsets; memory a few hundred rows' contributions.
     """
+    budgets = list(budgets)
     if not len(rows) or not budgets:
         raise InputError(f"{len(rows)} rows and {len(budgets)} budgets", "give at least one of each")
+    if len(set(budgets)) < len(budgets) or not all(type(budget) is int and budget > 0 for budget in budgets):
+        raise InputError(f"budgets {budgets!r} are no numbers of keys", "give whole numbers from 1 on, each once")
     parts = []
     for start in range(0, len(rows), ROWS_AT_ONCE):
         chunk = rows.take(np.arange(start, min(start + ROWS_AT_ONCE, len(rows))))

@@ -28,6 +28,7 @@ from kvlens.discover.instances import Instances
 
 RIDGE = 1e-14  # of the longest atom's squared length: keeps equal atoms solvable
 NEAR = 1e-13  # of the longest atom's squared length: where no atom lies this much nearer, the point is nearest
+INSIDE = 1e-6  # of the longest v_j - mu, three times the root of NEAR
 MOST_PASSES = 10  # in and out, per atom; the gap says what is left if that is not enough
 
 
@@ -59,6 +60,9 @@ def frank_wolfe(rows: Instances, budgets: Sequence[int]) -> tuple[dict[int, Free
         new = (keys != nearest).all(1, keepdims=True) & (now.error > 0)[:, None]
         keys = np.concatenate([keys, np.where(new, nearest, keys[:, :1])], 1)
         inside = np.concatenate([inside, new], 1)
+        if not new.any():
+            now = found[n_kept] = now._replace(weights=np.insert(now.weights, -1, 0.0, axis=1))
+            continue
         atoms, usable = _atoms(rows, keys)
         usable[:, :-1] &= inside
         now = found[n_kept] = _floored(nearest_point(atoms, usable, np.insert(now.weights, -1, 0.0, axis=1)), rows)
@@ -75,8 +79,9 @@ def _atoms(
 
 
 def _floored(found: Free, rows: Instances) -> Free:
-    """The same, with what is only rounding set to 0."""
-    zero = found.error <= rows.floor
+    """The same, with what is only rounding set to 0: where nothing is proven above 0, a point as near as solves get."""
+    inside = (found.error <= found.gap) & (found.error <= INSIDE * rows.distances.max(1))
+    zero = (found.error <= rows.floor) | inside
     return found._replace(error=np.where(zero, 0.0, found.error), gap=np.where(zero, 0.0, found.gap))
 
 
@@ -91,7 +96,7 @@ def nearest_point(
     """
     n_rows, n_atoms, _ = atoms.shape
     longest = np.maximum(np.where(usable, (atoms**2).sum(2), 0.0).max(1), np.finfo(float).tiny)
-    gram = (atoms @ atoms.mT) / longest[:, None, None]
+    gram = (np.where(usable[:, :, None], atoms, 0.0) @ atoms.mT) / longest[:, None, None]
     diagonal = np.arange(n_atoms)
     if start is None:
         shortest = np.where(usable, gram[:, diagonal, diagonal], np.inf).argmin(1)

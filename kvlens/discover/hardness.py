@@ -27,6 +27,8 @@ from kvlens.discover.instances import instances, make_pool
 from kvlens.discover.subsets import best_subsets
 from kvlens.errors import InputError
 
+MOST_NUMBERS, MOST_TOTAL = 13, 2**40  # 10 million sets; sums that float64 tells apart
+
 
 class Reduced(NamedTuple):
     """One attention row whose least error is 0 exactly if the numbers can be parted."""
@@ -38,8 +40,13 @@ class Reduced(NamedTuple):
 
 def from_partition(numbers: Sequence[int]) -> Reduced:
     """Steps 1 and 2."""
-    if not numbers or any(number < 0 for number in numbers):
-        raise InputError(f"the numbers are {list(numbers)}", "give at least one number, none negative")
+    if not numbers or any(type(number) is not int or number < 0 for number in numbers):
+        raise InputError(f"the numbers are {list(numbers)}", "give at least one whole number, none negative")
+    if len(numbers) > MOST_NUMBERS or sum(numbers) > MOST_TOTAL:
+        raise InputError(
+            f"{len(numbers)} numbers with a total of {sum(numbers)}: the search takes all sets, in float64",
+            f"give at most {MOST_NUMBERS} numbers with a total of {MOST_TOTAL}",
+        )
     m = 2 * len(numbers)
     values = np.array([*numbers, *[0] * len(numbers)], dtype=np.float64)
     return Reduced(np.full((1, m), 1 / m), values[:, None], m // 2)

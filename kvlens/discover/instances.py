@@ -159,6 +159,8 @@ def _check(
     sink: Float[np.ndarray, "..."],
 ) -> None:
     """Nothing; raises InputError for rows that have no error to speak of."""
+    if visible.dtype != bool:
+        raise InputError(f"visible is of {visible.dtype}", "give a mask: True = the row sees the key")
     fits = values.shape[-2:-1] == weights.shape[1:] and (values.ndim == 2 or values.shape[0] == len(weights))
     if not fits or visible.shape != weights.shape or sink.shape != weights.shape[:1]:
         raise InputError(

@@ -33,7 +33,7 @@ def null_rows(rows: Instances, name: str, seed: int | Sequence[int]) -> Instance
     Cost: memory [row, key, d_head] in float64; an eigendecomposition of d_head x d_head a row but for "permuted".
     """
     kind, _, rank = name.partition(" ")
-    if kind not in ("permuted", "gaussian", "rank") or (kind == "rank") != rank.isdecimal():
+    if kind not in ("permuted", "gaussian", "rank") or (kind == "rank") != (rank.isdecimal() and int(rank) > 0):
         raise InputError(f"no null control is called {name!r}", "take permuted, gaussian, or rank K such as 'rank 4'")
     random = np.random.default_rng(seed)
     values = np.zeros((len(rows), *rows.values.shape[-2:]))

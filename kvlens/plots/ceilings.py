@@ -68,7 +68,7 @@ def ceiling_distribution(ceilings: Run | str | Path, ax: Axes | None = None) -> 
             label = visible(name) if number == 0 else None
             ax.plot(x, middle, mark, color=colour, ms=3.5, mec="white", mew=0.5, zorder=3, label=label)
     ax.set_yscale("function", functions=(np.sqrt, np.square))
-    ax.set_ylim(0, 1.7)  # room for the legend
+    ax.set_ylim(1e-9, 1.7)  # room for the legend
     ax.set_yticks([0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1], ["0", ".01", ".05", ".1", ".2", ".4", ".6", ".8", "1"])
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, ncols=2, loc="upper right", handletextpad=0.3, columnspacing=0.8)
@@ -179,8 +179,11 @@ def rule_excess(ceilings: Run | str | Path, ax: Axes | None = None) -> Axes:
         _with_interval(ax, x, [by_budget[budget] for budget in budgets], "median", colour, mark, visible(name))
     ax.axhline(1, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yscale("log")
-    ax.set_ylim(0.85, 90)  # room for the legend
-    ax.set_yticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    values = [float(one["median"]) for by_budget in series.values() for one in by_budget.values()]
+    largest = max([16.0, *(value for value in values if np.isfinite(value))])
+    ax.set_ylim(0.85, 5 * largest)  # room for the legend
+    ticks = [2**n for n in range(int(np.log2(largest)) + 2)]
+    ax.set_yticks(ticks, [str(tick) for tick in ticks])
     ax.minorticks_off()
     _budget_axis(ax, found)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.3, ncols=2, columnspacing=0.8)

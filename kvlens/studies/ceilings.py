@@ -54,7 +54,7 @@ from kvlens.studies.row_tables import TABLES, Tables, measure_block, predictor_b
 from kvlens.studies.summary import cell_table, summarise
 from kvlens.wording import counted
 
-MOST_BUDGET, MOST_ROWS = 4096, 10_000
+MOST_BUDGET, MOST_ROWS = 256, 1024  # larger ones take gigabytes and minutes a row
 
 
 def ceilings(
@@ -149,6 +149,12 @@ def _choose(
     Raises: InputError when none is left, or one alone where held-out ones are asked for.
     """
     rows, least_keys = asked["rows_per_head"], max(asked["budgets"]) + 1
+    narrow = min((window for window in model.sliding if window is not None), default=least_keys)
+    if narrow < least_keys:
+        raise InputError(
+            f"a budget of {least_keys - 1} keys: a sliding window of {model.name} shows no query more than {narrow}",
+            f"give budgets below {narrow}",
+        )
     queries: dict[str, np.ndarray] = {}
     skipped: dict[str, str] = {}
     for tokens in everything:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlens.discover.balancing import balance, balance_all_keys, top_mass
-from kvlens.discover.instances import instances, make_pool, set_errors
+from kvlens.discover.instances import instances, keep_errors, make_pool, set_errors
 
 
 def slow_balance(weights: np.ndarray, values: np.ndarray, pool: list[int], budget: int) -> float:
@@ -55,3 +55,13 @@ def test_all_keys_reach_further_than_the_pool_and_can_beat_its_optimum() -> None
         order = rows.by_weight[row, :8].tolist()
         rest = [j for j in rows.by_single_error[row].tolist() if j not in order]
         assert everywhere[row] == pytest.approx(slow_balance(weights[row], values, order + rest, 8), rel=1e-9)
+
+
+def test_a_swap_that_leaves_hardly_any_mass_does_not_hide_the_best_one() -> None:
+    """Its error is rounding divided by a tiny mass squared, and can look like the lowest."""
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        weights = np.exp(8 * random.normal(size=(1, 40)))
+        rows = instances(weights / weights.sum(), random.normal(size=(40, 6)))
+        alone = [float(keep_errors(rows, np.eye(40, dtype=bool)[[key]])[0]) for key in range(40)]
+        assert balance_all_keys(rows, 1)[0] == pytest.approx(min(alone), rel=1e-9)

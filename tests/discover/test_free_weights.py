@@ -134,3 +134,17 @@ def test_a_sink_is_one_more_atom() -> None:
     np.testing.assert_allclose(hull_distance(with_sink, keys).error, expected.error, rtol=1e-9)
     searched, chosen = frank_wolfe(with_sink, (3,))
     np.testing.assert_allclose(searched[3].error, hull_distance(with_sink, chosen).error, rtol=1e-9)
+
+
+def test_an_output_inside_the_hull_is_at_distance_zero() -> None:
+    """More keys than dimensions: mu lies inside their hull, and what is left is rounding."""
+    random = np.random.default_rng(4)
+    rows = instances(oracle.softmax_rows(random, 6, 200), random.normal(size=(200, 4)))
+    keys = np.argsort(-rows.weights, 1)[:, :60]
+    found = hull_distance(rows, keys)
+    assert (found.error == 0).all()
+    assert (found.gap == 0).all()
+    search, order = frank_wolfe(rows, (2, 60))
+    assert (search[60].error == 0).all()
+    assert (search[2].error > 0).all()
+    assert order.shape == (6, 60)

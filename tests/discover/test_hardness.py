@@ -37,3 +37,9 @@ def test_no_or_negative_numbers_are_refused() -> None:
     for numbers in ([], [1, -1]):
         with pytest.raises(InputError, match="numbers are"):
             from_partition(numbers)
+
+
+@pytest.mark.parametrize("numbers", [[2**60, 2**60 + 1], [1] * 20, [-1, 1]])
+def test_numbers_that_the_search_cannot_tell_are_refused(numbers: list[int]) -> None:
+    with pytest.raises(InputError):
+        from_partition(numbers)

@@ -55,7 +55,7 @@ def test_a_seed_decides_them(name: str) -> None:
     assert not np.array_equal(null_rows(rows, name, (1, 2)).values, null_rows(rows, name, (1, 3)).values)
 
 
-@pytest.mark.parametrize("name", ["shuffled", "rank", "rank x", "permuted 3"])
+@pytest.mark.parametrize("name", ["shuffled", "rank", "rank x", "rank 0", "permuted 3"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=name):
         null_rows(some_rows(), name, 0)

@@ -339,7 +339,7 @@ def test_what_cannot_be_measured_is_refused_before_any_work(
 def test_a_window_narrower_than_the_budget_is_refused_in_words(tmp_path: Path) -> None:
     hf = tiny.mistral(vocab_size=len(tiny_tokenizers.byte_level()))
     model = wrap(hf, tiny_tokenizers.byte_level(), name="narrow")
-    with pytest.raises(InputError, match="a sliding window of 8 shows no query so many"):
+    with pytest.raises(InputError, match="a sliding window of narrow shows no query more than 8"):
         measure(tmp_path / "out", model=model, budgets=(2, 8))
 
 

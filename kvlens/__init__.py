@@ -29,10 +29,12 @@ _PUBLIC = {
     "KvlensError": "kvlens.errors:KvlensError",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 (the names are the table's)
+__all__ = ["__version__", "plots", *_PUBLIC]  # noqa: PLE0604 (the names are the table's)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "plots":
+        return importlib.import_module("kvlens.plots")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'kvlens' has no attribute '{name}'")
     module, _, attribute = _PUBLIC[name].partition(":")

@@ -7,7 +7,7 @@ each signal it was asked for, so `table_schema` reads its configuration.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from jaxtyping import Bool
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from kvlens.ceiling_schema import CEILINGS_TABLES, schema_of
 
 LABELS = "kvlens.labels/1"
 SIGNALS = "kvlens.signals/1"
@@ -26,13 +25,8 @@ AGREEMENT = "kvlens.agreement/1"
 CEILINGS = "kvlens.ceilings/1"
 
 
-def _schema(required: Iterable[tuple[str, pa.DataType]], optional: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
-    fields = [pa.field(name, kind, nullable=False) for name, kind in required]
-    return pa.schema(fields + [pa.field(name, kind) for name, kind in optional])
-
-
 LABELS_TABLES: dict[str, pa.Schema] = {
-    "windows": _schema(
+    "windows": schema_of(
         [
             ("trace_id", pa.string()),
             ("window_start", pa.int32()),
@@ -50,7 +44,7 @@ LABELS_TABLES: dict[str, pa.Schema] = {
             ("metric_effect", pa.float64()),
         ],
     ),
-    "tokens": _schema(
+    "tokens": schema_of(
         [
             ("trace_id", pa.string()),
             ("pos", pa.int32()),
@@ -60,12 +54,12 @@ LABELS_TABLES: dict[str, pa.Schema] = {
         ],
         [("effect_nats", pa.float64()), ("flipped", pa.bool_())],
     ),
-    "traces": _schema(
+    "traces": schema_of(
         [("trace_id", pa.string()), ("n_tokens", pa.int32()), ("n_target", pa.int32())],
         [("log_prob_full", pa.float64()), ("noise_nats", pa.float64())],
     ),
     # One row per random keep-mask of `--random-subsets`; `kept` is `pack_kept` of the context positions.
-    "subsets": _schema(
+    "subsets": schema_of(
         [("trace_id", pa.string()), ("subset", pa.int32()), ("kept", pa.binary())],
         [("effect_nats", pa.float64())],
     ),
@@ -73,8 +67,8 @@ LABELS_TABLES: dict[str, pa.Schema] = {
 
 # `signals` has a column for each signal besides; positions are those of prompt and reasoning.
 SIGNALS_TABLES: dict[str, pa.Schema] = {
-    "signals": _schema([("trace_id", pa.string()), ("pos", pa.int32()), ("token_id", pa.int32())], []),
-    "traces": _schema(
+    "signals": schema_of([("trace_id", pa.string()), ("pos", pa.int32()), ("token_id", pa.int32())], []),
+    "traces": schema_of(
         [
             ("trace_id", pa.string()),
             ("n_tokens", pa.int32()),
@@ -86,7 +80,7 @@ SIGNALS_TABLES: dict[str, pa.Schema] = {
 }
 
 RANKING_TABLES: dict[str, pa.Schema] = {
-    "ranking": _schema(
+    "ranking": schema_of(
         [
             ("signal", pa.string()),
             ("choice", pa.string()),  # each layer | best layer | only value (a signal without layers)
@@ -117,89 +111,10 @@ RANKING_TABLES: dict[str, pa.Schema] = {
 }
 
 AGREEMENT_TABLES: dict[str, pa.Schema] = {
-    "agreement": _schema(
+    "agreement": schema_of(
         [("trace_id", pa.string()), ("n_tokens", pa.int32()), ("n_above_noise", pa.int32())],
         [("spearman", pa.float64()), ("top_tenth_overlap", pa.float64()), ("sign_agreement", pa.float64())],
     )
-}
-
-_ROW = [("trace_id", pa.string()), ("layer", pa.int16()), ("head", pa.int16()), ("query", pa.int32())]
-
-
-def _numbers(*names: str) -> list[tuple[str, pa.DataType]]:
-    return [(name, pa.float64()) for name in names]
-
-
-# One line for each sampled query row and budget, errors in the units of values; `cells` is of the predictors' budget.
-CEILINGS_TABLES: dict[str, pa.Schema] = {
-    "rows": _schema(
-        [
-            *_ROW,
-            ("n_keys", pa.int32()),
-            ("budget", pa.int32()),
-            *_numbers("top_mass_error", "best_error", "balanced_error"),
-            ("scope", pa.string()),  # of the exact optimum: pool | all
-            *_numbers("dropped_mass", "kappa", "ceiling"),
-            ("closable", pa.bool_()),
-            ("n_subsets", pa.int64()),
-            ("exact", pa.bool_()),
-            *_numbers("effective_rank", "sigma", "balanced_all_error"),
-        ],
-        _numbers("free_error", "free_gap", "free_top_error", "free_top_gap", "free_search_error", "free_search_gap"),
-    ),
-    "nulls": _schema(
-        [
-            *_ROW,
-            ("null", pa.string()),
-            ("budget", pa.int32()),
-            *_numbers("top_mass_error", "best_error", "dropped_mass", "kappa", "ceiling"),
-            ("closable", pa.bool_()),
-        ],
-        [],
-    ),
-    "statistics": _schema(
-        _ROW,
-        _numbers(
-            *("dropped_mass", "residual", "bound", "spread", "entropy", "max_weight", "effective_rank"),
-            "key_norm_spread",
-        ),
-    ),
-    "excess": _schema(
-        [*_ROW, ("budget", pa.int32()), ("rule", pa.string()), *_numbers("error", "excess")],
-        [],
-    ),
-    "groups": _schema(
-        [
-            ("trace_id", pa.string()),
-            ("layer", pa.int16()),
-            ("first_head", pa.int16()),
-            ("n_heads", pa.int16()),
-            ("query", pa.int32()),
-            ("budget", pa.int32()),
-            *_numbers("shared_error", "top_mass_error", "best_error", "cost", "excess"),
-        ],
-        [],
-    ),
-    "cells": _schema(
-        [
-            ("layer", pa.int16()),
-            ("head", pa.int16()),
-            ("median_dropped_mass", pa.float64()),
-            ("flat", pa.bool_()),
-            ("n_rows", pa.int32()),
-        ],
-        _numbers("auc"),
-    ),
-    "cross_entropy": _schema(
-        [
-            ("trace_id", pa.string()),
-            ("n_tokens", pa.int32()),
-            ("arm", pa.string()),  # flat | random | all cells
-            ("n_cells", pa.int32()),
-            *_numbers("unchanged_nats", "nats"),
-        ],
-        [],
-    ),
 }
 
 SCHEMAS: dict[str, dict[str, pa.Schema]] = {

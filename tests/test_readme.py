@@ -84,7 +84,8 @@ def test_every_name_of_kvlens_in_the_readme_exists() -> None:
         assert name in kvlens.__all__ or module.with_suffix(".py").is_file() or module.is_dir(), name
 
 
-def test_the_numbers_are_those_of_the_committed_results() -> None:
+def test_the_numbers_are_those_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "experiments")
     spec = importlib.util.spec_from_file_location("tables", ROOT / "experiments" / "tables.py")
     assert spec is not None
     assert spec.loader is not None

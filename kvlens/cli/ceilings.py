@@ -59,6 +59,9 @@ def command(
     say.answer(document, text=_text(run.path, run.meta, summary), paths=[run.path])
 
 
+FEW = 6  # documents
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) if part.strip().isascii() and "_" not in part else int("") for part in text.split(",")]
@@ -74,7 +77,8 @@ def _text(path: str, meta: dict[str, Any], found: dict[str, Any]) -> str:
             {
                 "model": model["name"] + (f" ({model['note']})" if model["note"] else ""),
                 "rows": f"{found['n_rows']:,} of {counted(found['n_documents'], 'document')}"
-                + (f" ({skipped:,} left out)" if skipped else ""),
+                + (f" ({skipped:,} left out)" if skipped else "")
+                + (", few: intervals are rough" if found["n_documents"] < FEW else ""),
                 "checked": f"{check['n_rows']:,} rows against the model's own output, {check['n_off']:,} off, "
                 f"the worst at {check['worst']:.2f} of what is allowed",
             }
@@ -135,16 +139,17 @@ def _facts(found: dict[str, Any]) -> dict[str, str]:
     best = [f"{line['statistic']} {number(line['auc'], '.2f')}" for line in found["predictors"]]  # under .5: reversed
     rules = {rule: facts[str(at)] for rule, facts in found["rules"].items()}
     facts = {
-        f"AUC at {at}": ", ".join(best),
+        f"AUC at {at}": f"{', '.join(best)} (under .5: the other way round)",
         "flat cells": f"{found['cells']['n_flat']} of {found['cells']['n']} (median dropped mass above .25 at {at})",
         f"excess at {at}": ", ".join(f"{rule} {number(value['median'], '.2f')}" for rule, value in rules.items()),
     }
     if found["shared_sets"]:
         cost = found["shared_sets"][str(at)]["cost"]
-        facts["shared set"] = f"{number(cost['median'], '.2f')} times the error of a set for each head"
+        facts["shared set"] = f"{number(cost['median'], '.2f')} times the error of each head's own largest weights"
     for arm, value in found.get("cross_entropy", {}).get("arms", {}).items():
         added = f"{number(value['added_nats'], '+.3f')} nats a token {interval(value['low'], value['high'], '+.3f')}"
-        facts[f"forced {arm}"] = f"{value['n_cells']:,} cells keep {at} keys: {added}"
+        held_out = counted(found["cross_entropy"]["n_documents"], "held-out document")
+        facts[f"forced {arm}"] = f"{value['n_cells']:,} cells keep {at} keys, {held_out}: {added}"
     return facts
 
 

@@ -39,6 +39,8 @@ def read_summary(ceilings: Run | str | Path) -> dict[str, Any]:
     else:
         file = as_path(ceilings, "ceilings")
         file = file / "summary.json" if file.is_dir() else file
+        if not file.is_file():
+            raise InputError(f"'{file}' does not exist", "give what `kvlens ceilings` wrote")
         with disk(f"reading '{file}'"):
             content = file.read_bytes()
         try:

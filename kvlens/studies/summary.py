@@ -100,12 +100,17 @@ def _beside(rows: pd.DataFrame, seed: int) -> dict[str, Any]:
             name: best / rows[column].to_numpy()
             for name, column in (("pi", "free_error"), ("pi_search", "free_search_error"))
         }
+        ratios["pi_either"] = np.fmax(ratios["pi"], ratios["pi_search"])
+        # Where swaps with any key beat the pool, the ceiling is larger than the exact one.
+        top = rows.top_mass_error.to_numpy()
+        all_keys = np.where(top > 0, 1 - np.minimum(best, rows.balanced_all_error.to_numpy()) / top, 0.0)
     return {
         "share_top_mass_optimal": float((rows.top_mass_error <= best * SAME).mean()),
         "share_balanced_optimal": float((rows.balanced_error <= best * SAME).mean()),
         "share_whole_scope": float((rows.scope == "all").mean()),
         "share_beaten_outside_pool": float((rows.balanced_all_error * SAME < best).mean()),
         "share_free_below_sigma": float((rows.free_search_error <= rows.sigma / np.sqrt(rows.budget) * SAME).mean()),
+        "ceiling_all_keys": _median(all_keys, documents, seed),
         **{name: _median(np.where(best > 0, ratio, np.nan), documents, seed) for name, ratio in ratios.items()},
     }
 

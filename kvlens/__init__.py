@@ -29,7 +29,7 @@ _PUBLIC = {
     "KvlensError": "kvlens.errors:KvlensError",
 }
 
-__all__ = ["__version__", "plots", *_PUBLIC]  # noqa: PLE0604 (the names are the table's)
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 (the names are the table's)
 
 
 def __getattr__(name: str) -> Any:

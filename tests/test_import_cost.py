@@ -82,3 +82,8 @@ def test_public_names_are_found_and_others_are_not() -> None:
     assert callable(kvlens.load)
     with pytest.raises(AttributeError, match="no_such_name"):
         kvlens.no_such_name  # noqa: B018
+
+
+def test_plots_are_there_without_an_import_of_their_own_and_cost_nothing_before() -> None:
+    assert "matplotlib" not in modules_after("import kvlens; kvlens.plots.cell_map")
+    assert "kvlens" in modules_after("import kvlens; assert kvlens.plots.__name__ == 'kvlens.plots'")

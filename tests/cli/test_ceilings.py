@@ -57,7 +57,7 @@ def test_the_answer_for_people(capsys: pytest.CaptureFixture[str], source: Path,
     lines = out.splitlines()
     facts = {cells(line)[0]: cells(line)[-1] for line in lines if len(cells(line)) == 2}
     assert facts["model"] == str(model)
-    assert facts["rows"] == "72 of 2 documents"
+    assert facts["rows"] == "72 of 2 documents, few: intervals are rough"
     worst = found["check"]["worst"]
     said = f"72 rows against the model's own output, 0 off, the worst at {worst:.2f} of what is allowed"
     assert facts["checked"] == said

@@ -3,7 +3,8 @@
 #
 # A cache that keeps some keys and lets softmax share out the rest's weight (*forced weights*) makes an error in every
 # attention row. Most rules keep keys with large weights. How much better could the best choice be? Here it is found
-# exactly, inside a pool of candidates, and every number stands beside the same number for values that have nothing to do with the weights.
+# exactly, inside a pool of candidates, and every number stands beside the same number for values that have nothing to
+# do with the weights.
 #
 # You will see
 # 1. one row by hand: the error of a kept set, and the best set by trying all;

@@ -92,11 +92,13 @@ def test_the_answer_for_people(capsys: pytest.CaptureFixture[str], source: Path,
     assert facts["flat cells"].startswith(f"{found['cells']['n_flat']} of 12 ")
     assert facts["excess at 4"].startswith(f"top_mass {found['rules']['top_mass']['4']['median']:.2f}, streaming ")
     cost = found["shared_sets"]["4"]["cost"]["median"]
-    assert facts["shared set"] == f"{cost:.2f} times the error of a set for each head"
+    assert facts["shared set"] == f"{cost:.2f} times the error of each head's own largest weights"
     for arm in ("flat", "random", "all"):
         value = found["cross_entropy"]["arms"][arm]
         added = f"{value['added_nats']:+.3f}".replace("-", "\N{MINUS SIGN}")
-        assert facts[f"forced {arm}"].startswith(f"{value['n_cells']} cells keep 4 keys: {added} nats a token")
+        assert facts[f"forced {arm}"].startswith(
+            f"{value['n_cells']} cells keep 4 keys, 1 held-out document: {added} nats a token"
+        )
     assert cells(lines[-1]) == ["run", str(tmp_path / "run")]
 
 

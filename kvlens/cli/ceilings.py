@@ -63,10 +63,10 @@ FEW = 6  # documents
 
 
 def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) if part.strip().isascii() and "_" not in part else int("") for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"budgets {text!r} are no whole numbers", "join them by commas: --budgets 4,8,16,32") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise InputError(f"budgets {text!r} are no whole numbers", "join them by commas: --budgets 4,8,16,32")
+    return [int(part) for part in parts]
 
 
 def _text(path: str, meta: dict[str, Any], found: dict[str, Any]) -> str:

@@ -54,7 +54,7 @@ def best_subsets(
         device: a torch device to search on; None: the compiled search on the CPU.
 
     Raises: EnvironmentLacks without numba, unless a device is given.
-    Cost: a third of a nanosecond a subset and row on one core.
+    Cost: two additions a subset and row; experiments/03_subset_speed.py says what that takes.
     """
     chosen = top_mass(pool, budget) if start is None else start
     error, members = chosen.error.copy(), chosen.members.copy()

@@ -5,8 +5,8 @@
 2. Every row is checked against what the layer put out. The allowed error follows FlashAttention's tests: twice that of
    attention written out in plain torch at the model's dtype, the largest over the layer's rows, against float64; and
    one rounding of the layer's largest value in that dtype on top, which is what is left where plain torch makes none,
-   and sixteen in float32, in which kernels sum blocks of keys: few rows may all be lucky in plain torch (on SmolLM2's
-   documents the model's own error is up to 3.6 of them). Attention that means something else is off by thousands.
+   and sixteen in float32, in which kernels sum blocks of keys: few rows may all be lucky in plain torch.
+   Attention that means something else is off by orders of magnitude more.
 3. `RowCheck` counts, over as many blocks as there are; `require_match` refuses what does not match.
 """
 

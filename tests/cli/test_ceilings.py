@@ -234,7 +234,7 @@ SHORT = json.dumps({"id": "short", "prompt": "a", "target": "b"})
         (None, "--budgets 4,", 2, "budgets '4,' are no whole numbers"),
         (None, "--budgets 4.5", 2, "budgets '4.5' are no whole numbers"),
         (None, "--budgets 0", 2, "budgets [0] are no numbers of keys"),
-        (None, "--budgets=-4", 2, "budgets [-4] are no numbers of keys"),
+        (None, "--budgets=-4", 2, "budgets '-4' are no whole numbers"),
         (None, "--budgets 5000", 2, "budgets [5000] are no numbers of keys"),
         (None, "--budgets 60", 2, "0 of its 44 tokens see 61 keys or more"),
         (None, "--rows-per-head 0", 2, "--rows-per-head"),

@@ -97,7 +97,7 @@ def signal_ranking(ranking: Run | str | Path, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(rows)), [_name(row) for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     fitted = run.documents["fitted"]
-    more = f", {counted(left, 'weaker signal')} left out" if left > 0 else ""
+    more = f", {counted(left, 'signal')} left out" if left > 0 else ""
     n = max(row["n_traces"] for row in rows)
     title = [visible(f"{_model(fitted['model'])}, {fitted['intervention']}"), f"n = {n} traces{more}, open: not causal"]
     describe(ax, title, "rank correlation with the effect", "", width=25)

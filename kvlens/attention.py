@@ -165,19 +165,33 @@ def override(decoder: nn.Module, function: AttentionFunction) -> Iterator[None]:
     The function is registered under a name of its own, and the configs that the layers read their backend from are
     pointed at it. transformers builds no mask for a backend it has no mask function for, so nothing n x n is made.
     """
-    name = f"{OVERRIDE_PREFIX}{next(_override_number)}"
+    name = unused_backend_name()
     configs: dict[int, Any] = {
         id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")
     }
     former = [(config, config._attn_implementation) for config in configs.values()]
+    with backend_called(name, function):
+        try:
+            for config, _ in former:
+                config._attn_implementation = name
+            yield
+        finally:
+            for config, implementation in former:
+                config._attn_implementation = implementation
+
+
+def unused_backend_name() -> str:
+    """A name that no attention backend has; transformers builds no mask for a backend it does not know."""
+    return f"{OVERRIDE_PREFIX}{next(_override_number)}"
+
+
+@contextmanager
+def backend_called(name: str, function: AttentionFunction) -> Iterator[None]:
+    """Within it attention modules whose config names this backend call `function`."""
     ALL_ATTENTION_FUNCTIONS[name] = function
     try:
-        for config, _ in former:
-            config._attn_implementation = name
         yield
     finally:
-        for config, implementation in former:
-            config._attn_implementation = implementation
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
@@ -205,7 +219,7 @@ def around_attention(model: Model, function: AroundFunction) -> Iterator[None]:
 
     Raises: ModelRefused for a module whose own backend cannot be found.
     """
-    name = f"{OVERRIDE_PREFIX}{next(_override_number)}"
+    name = unused_backend_name()
     former: list[Any] = [module.config for module in model.layers]
     own = {id(module): (layer, own_backend(module)) for layer, module in enumerate(model.layers)}
 
@@ -218,15 +232,28 @@ def around_attention(model: Model, function: AroundFunction) -> Iterator[None]:
     copies = {id(config): copy.deepcopy(config) for config in former}
     for config in copies.values():
         config._attn_implementation = name
-    ALL_ATTENTION_FUNCTIONS[name] = call
-    try:
-        for module, config in zip(model.layers, former, strict=True):
-            module.config = copies[id(config)]
-        yield
-    finally:
-        for module, config in zip(model.layers, former, strict=True):
-            module.config = config
-        del ALL_ATTENTION_FUNCTIONS[name]
+    with backend_called(name, call):
+        try:
+            for module, config in zip(model.layers, former, strict=True):
+                module.config = copies[id(config)]
+            yield
+        finally:
+            for module, config in zip(model.layers, former, strict=True):
+                module.config = config
+
+
+def causal_backend(model: Model) -> Callable[[Tensor, Tensor, Tensor, float], Tensor] | None:
+    """FlashAttention's causal attention of (query, keys, values [batch, head, pos, d_head], scale), where in use."""
+    if not model.attention.startswith("flash"):
+        return None
+    backend = ALL_ATTENTION_FUNCTIONS[model.attention]
+
+    def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        options: dict[str, Any] = {"scaling": scale, "dropout": 0.0, "is_causal": True}
+        output, _ = backend(model.layers[0], query, keys, values, None, **options)
+        return output.transpose(1, 2)
+
+    return causal
 
 
 def own_backend(module: Any) -> AttentionFunction:

@@ -24,6 +24,7 @@ from kvlens.attention import (
     attention_override,
     cache_from,
     cache_layers,
+    causal_backend,
     ignores_masks,
     layer_masks,
     new_cache,
@@ -42,12 +43,16 @@ from kvlens.forward import (
     check_ids,
     hidden,
     learned_positions,
+    log_normaliser,
     logits,
+    mean_embedding,
     unembed,
+    unembed_at,
     watch_blocks,
 )
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
+from kvlens.twin import Twin
 from kvlens.weights import read_gguf, read_pretrained, recall, refusals, remember, stamp
 from kvlens.wording import extra
 
@@ -55,6 +60,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "Model",
     "SelfCheck",
+    "Twin",
     "around_attention",
     "as_model",
     "attention_modules",
@@ -62,6 +68,7 @@ __all__ = [
     "blocks",
     "cache_from",
     "cache_layers",
+    "causal_backend",
     "check_ids",
     "doctor_facts",
     "generate",
@@ -71,13 +78,16 @@ __all__ = [
     "layer_masks",
     "learned_positions",
     "load",
+    "log_normaliser",
     "logits",
+    "mean_embedding",
     "new_cache",
     "private_cache",
     "require_mask",
     "self_check",
     "stop_ids",
     "unembed",
+    "unembed_at",
     "watch_blocks",
     "wrap",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.observables.arithmetic import wide
@@ -60,19 +60,29 @@ def weights_and_sinks(
 
     The scores are in the dtype of query and keys, which must be one, the softmax in float32 at least.
     """
-    n_key = keys.shape[-2]
+    distance = positions[..., None] - torch.arange(keys.shape[-2], device=query.device)
+    hidden = (distance < 0) | (distance >= (rule.window or keys.shape[-2]))
+    return weights_without(query, keys, rule, hidden)
+
+
+def weights_without(
+    query: Float[Tensor, "*batch head query d_head"],
+    keys: Float[Tensor, "*batch kv_head key d_head"],
+    rule: Rule,
+    hidden: Bool[Tensor, "*#batch #head #query key"],
+) -> tuple[Float[Tensor, "*batch head query key"], Float[Tensor, "*batch head query"]]:
+    """The same with the keys of `hidden` unseen, whatever their place; NaN in a row that sees none and has no sink."""
     scores = _grouped(query * rule.scale, keys.shape[-3]) @ keys.mT
-    scores = scores.reshape(*query.shape[:-1], n_key)
+    scores = scores.reshape(*query.shape[:-1], keys.shape[-2])
     if rule.softcap is not None:  # in place, here and below: a block of scores is the largest thing there is
         scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    distance = positions[..., None] - torch.arange(n_key, device=query.device)
-    scores.masked_fill_((distance < 0) | (distance >= (rule.window or n_key)), -torch.inf)
+    scores.masked_fill_(hidden, -torch.inf)
     at_least = torch.promote_types(scores.dtype, torch.float32)
     if rule.sinks is None:
         return scores.softmax(-1, at_least), scores.new_zeros(scores.shape[:-1], dtype=at_least)
     sinks = rule.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
     weights = torch.cat([scores, sinks], -1).softmax(-1, at_least)
-    return weights[..., :n_key], weights[..., n_key]
+    return weights[..., :-1], weights[..., -1]
 
 
 def blocks(

@@ -20,6 +20,7 @@ _PUBLIC = {
     "signals": "kvlens.discover.ranking:signals",
     "compare_labels": "kvlens.discover.agreement:compare_labels",
     "ceilings": "kvlens.studies.ceilings:ceilings",
+    "surprise": "kvlens.probe.surprise:surprise",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",
     "models": "kvlens.cached:cached_models",

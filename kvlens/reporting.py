@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from kvlens import surprise_page
 from kvlens.disk import LOCK, as_path, write_whole
 from kvlens.errors import InputError
 from kvlens.facts import facts
@@ -30,9 +31,11 @@ from kvlens.findings import (
     tokens_of,
     top_windows,
 )
-from kvlens.loading import Run
+from kvlens.loading import Run, load
 from kvlens.page_style import N_STEPS, step, step_class, style_sheet, visible
 from kvlens.runstate import STATE
+from kvlens.schemas import SURPRISE
+from kvlens.surprise_facts import chosen_traces, surprise_run, top_tokens
 
 SCALE_QUANTILE = 0.99
 
@@ -42,15 +45,20 @@ def inspect(
 ) -> pd.DataFrame:
     """The `n` most important windows of a labels run (of one trace, or of all); `html` also writes the page there.
 
-    Raises: InputError when it is no finished labels run, has no such trace, or `n` is no count.
+    Of a run of surprise, the `n` tokens of the highest score under its first variant.
+
+    Raises: InputError when it is no finished run of either, has no such trace, or `n` is no count.
     """
-    run = labels_run(run)
+    run = run if isinstance(run, Run) else load(run)
+    of_surprise = run.schema == SURPRISE
+    run = surprise_run(run) if of_surprise else labels_run(run)
     file = None if html is None else as_path(html, "html")
     if file is not None:
         _refuse_own_file(run, file)
-    table = top_windows(run, trace, n)
+    table = top_tokens(run, trace, None, n) if of_surprise else top_windows(run, trace, n)
     if file is not None:  # a path that is no UTF-8 is shown with its bytes spelt out
-        write_whole(file, page(run, None if trace is None else [trace]).encode("utf-8", "backslashreplace"))
+        text = (surprise_page.page if of_surprise else page)(run, None if trace is None else [trace])
+        write_whole(file, text.encode("utf-8", "backslashreplace"))
     return table
 
 
@@ -85,9 +93,12 @@ def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:
 """
 
 
-def show(labels: Run | str | Path, trace_id: str | None = None) -> View:
-    """One trace of a labels run (default: its first) as a notebook shows it."""
-    run = labels_run(labels)
+def show(run: Run | str | Path, trace_id: str | None = None) -> View | SurpriseView:
+    """One trace of a run of labels or of surprise (default: its first) as a notebook shows it."""
+    run = run if isinstance(run, Run) else load(run)
+    if run.schema == SURPRISE:
+        return SurpriseView(surprise_run(run), chosen_traces(run, trace_id)[0])
+    run = labels_run(run)
     if trace_id is None and run.traces.empty:
         raise InputError(f"showing {run!r} failed: it has no traces", "look at counts.skipped in its run.json")
     return View(run, trace_id if trace_id is not None else str(run.traces.trace_id.iloc[0]))
@@ -114,6 +125,21 @@ class View:
         top = top_windows(self.run, self.trace_id, 10)
         shown = top.assign(**{name: top[name].map(visible) for name in ("text", "before", "after")})
         return f"{self.trace_id}\n{shown.drop(columns='trace_id').to_string(index=False)}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SurpriseView:
+    """A trace of a run of surprise: its text under each variant in a notebook, its highest scores elsewhere."""
+
+    run: Run
+    trace_id: str
+
+    def _repr_html_(self) -> str:
+        return surprise_page.notebook_view(self.run, self.trace_id)
+
+    def __repr__(self) -> str:
+        top = top_tokens(self.run, self.trace_id, None, 10)
+        return f"{self.trace_id}\n{top.assign(token=top.token.map(visible)).to_string(index=False)}"
 
 
 def _scale(run: Run, tokens: pd.DataFrame) -> float:

@@ -23,6 +23,7 @@ BANDS = "kvlens.bands/1"
 RANKING = "kvlens.ranking/1"
 AGREEMENT = "kvlens.agreement/1"
 CEILINGS = "kvlens.ceilings/1"
+SURPRISE = "kvlens.surprise/1"
 
 
 LABELS_TABLES: dict[str, pa.Schema] = {
@@ -79,6 +80,36 @@ SIGNALS_TABLES: dict[str, pa.Schema] = {
     ),
 }
 
+# Of prompt and reasoning; a variant is its words, such as `fast`. `refreshes` only where a budget was given.
+SURPRISE_TABLES: dict[str, pa.Schema] = {
+    "scores": schema_of(
+        [("trace_id", pa.string()), ("variant", pa.string()), ("pos", pa.int32())], [("score", pa.float32())]
+    ),
+    "tokens": schema_of(
+        [
+            ("trace_id", pa.string()),
+            ("pos", pa.int32()),
+            ("token_id", pa.int32()),
+            ("token", pa.string()),
+            ("segment", pa.string()),
+        ],
+        [],
+    ),
+    "traces": SIGNALS_TABLES["traces"],
+    # a row for each token held before a refresh; `n_seen` tokens of the text had gone in by then
+    "refreshes": schema_of(
+        [
+            ("trace_id", pa.string()),
+            ("variant", pa.string()),
+            ("refresh", pa.int32()),
+            ("n_seen", pa.int32()),
+            ("pos", pa.int32()),
+            ("kept", pa.bool_()),
+        ],
+        [("score", pa.float32())],
+    ),
+}
+
 RANKING_TABLES: dict[str, pa.Schema] = {
     "ranking": schema_of(
         [
@@ -124,6 +155,7 @@ SCHEMAS: dict[str, dict[str, pa.Schema]] = {
     RANKING: RANKING_TABLES,
     AGREEMENT: AGREEMENT_TABLES,
     CEILINGS: CEILINGS_TABLES,
+    SURPRISE: SURPRISE_TABLES,
 }
 
 # What a run writes besides tables: `NAME.json`, each a document with its own schema.

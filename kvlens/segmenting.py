@@ -1,12 +1,13 @@
-"""Which tokens of a trace form a sentence, a step, a line or a span, and where does a model's answer start?
+"""Which tokens of a trace form a sentence, a clause, a step, a line or a span, and where does a model's answer start?
 
-`units` cuts that text at the ends of sentences, steps or lines and at piece borders; a token belongs to the unit of its
-first visible character. The rules, chosen to be simple:
+`units` cuts that text at the ends of sentences, clauses, steps or lines and at piece borders; a token belongs to the
+unit of its first visible character. The rules, chosen to be simple:
 - line: ends with its newline.
 - step: starts after a blank line, or at a line that opens with `Step 3` or with a number such as `3.`, `3)` or `3:`.
 - sentence: ends at a newline, or after . ! ? … (and closing quotes or brackets) when white space or the text's end
   follows, or after their full-width forms; not after the abbreviations of `_ABBREVIATIONS`, nor after the number that
   opens a line.
+- clause: as a sentence, and also after , ; : or a dash when white space follows.
 - White space alone is no unit: it goes with the unit before it.
 """
 
@@ -19,13 +20,14 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 
 from kvlens.errors import InputError
 from kvlens.grading import answer_start
 from kvlens.records import Tokens
 from kvlens.tokenising import char_ranges, encode
 
-UNITS = ("sentence", "step", "line", "spans")
+UNITS = ("sentence", "clause", "step", "line", "spans")
 
 _ABBREVIATIONS = ("e.g", "i.e", "cf", "vs", "mr", "mrs", "ms", "dr", "prof", "st", "fig", "eq", "approx", "al")
 _LINE_END = re.compile(r"\n")
@@ -35,6 +37,7 @@ _STEP_BORDER = re.compile(
 _SENTENCE_END = re.compile(
     r"\n|[.!?\u2026]+[\"'\u201d\u2019)\]*$}]*(?=\s|$)|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*"
 )
+_CLAUSE_END = re.compile(rf"{_SENTENCE_END.pattern}|[,;:\u2013\u2014]+(?=\s)")
 _NO_SENTENCE_END = re.compile(
     rf"(?:^|[^\w.])(?:{'|'.join(map(re.escape, _ABBREVIATIONS))})$|(?:^|\n)[^\S\n]*\d{{1,3}}$", re.IGNORECASE
 )
@@ -56,6 +59,12 @@ def units(tokens: Tokens, unit: str) -> list[tuple[int, int]]:
     owner = np.maximum.accumulate(np.asarray(owner, dtype=np.int64)).tolist()
     groups = [list(group) for _, group in groupby(range(first, stop), key=owner.__getitem__)]
     return [(group[0], group[-1] + 1) for group in groups]
+
+
+def unit_numbers(tokens: Tokens, unit: str) -> Int64[np.ndarray, " pos"]:
+    """For each position of the context the number of its unit, ascending; what stands before the first unit is one."""
+    starts = [start for start, _ in units(tokens, unit)]
+    return np.searchsorted(starts, np.arange(tokens.n_context), side="right").astype(np.int64)
 
 
 def check_window(tokens: Tokens, window: tuple[int, int]) -> None:
@@ -84,8 +93,9 @@ def _visible(tokens: Tokens, pos: int) -> int:
 
 def _cuts(text: str, unit: str, borders: Sequence[int] = ()) -> list[int]:
     """Character positions, ascending, at which a unit of `text` ends and the next one starts."""
-    pattern = {"line": _LINE_END, "step": _STEP_BORDER, "sentence": _SENTENCE_END}[unit]
-    found = {match.end() for match in pattern.finditer(text) if unit != "sentence" or _ends_sentence(text, match)}
+    pattern = {"line": _LINE_END, "step": _STEP_BORDER, "sentence": _SENTENCE_END, "clause": _CLAUSE_END}[unit]
+    by_sense = unit in ("sentence", "clause")
+    found = {match.end() for match in pattern.finditer(text) if not by_sense or _ends_sentence(text, match)}
     cuts: list[int] = []
     for cut in sorted(found | set(borders)):
         blank = not text[cuts[-1] if cuts else 0 : cut].strip()

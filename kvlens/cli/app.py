@@ -40,7 +40,12 @@ VERBS = (
     Verb("signals", "kvlens.cli.signals", "Rank signals by how well they tell which tokens matter."),
     Verb("compare-labels", "kvlens.cli.compare_labels", "Compare two label runs of the same traces."),
     Verb("ceilings", "kvlens.cli.ceilings", "Measure how much any choice of kept keys could gain over the largest."),
-    Verb("inspect", "kvlens.cli.inspect", "Show which tokens mattered in a run, as a table or an HTML page."),
+    Verb("surprise", "kvlens.cli.surprise", "Score tokens by what the future cannot predict, and evict by it."),
+    Verb(
+        "inspect",
+        "kvlens.cli.inspect",
+        "Show what stands out in a run of labels or surprise, as a table or a page.",
+    ),
     Verb("doctor", "kvlens.cli.doctor", "Report versions, device, attention backends and whether hooks bite."),
     Verb("models", "kvlens.cli.models", "List the models in the cache folder."),
 )

@@ -1,9 +1,9 @@
-"""`kvlens inspect`: which windows mattered in a label run."""
+"""`kvlens inspect`: which windows mattered in a label run, which tokens the future predicts in a run of surprise."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,26 +17,38 @@ if TYPE_CHECKING:
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a label run.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run of labels or of surprise.")],
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write the page to this file.")
     ] = None,
     trace: Annotated[str | None, typer.Option("--trace", metavar="ID", help="Look at this trace only.")] = None,
-    n: Annotated[int, typer.Option("-n", min=1, metavar="N", help="How many windows to list.")] = 20,
+    n: Annotated[int, typer.Option("-n", min=1, metavar="N", help="How many windows or tokens to list.")] = 20,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """List the windows of text that mattered most in a label run; with --html also write them as a page."""
-    from kvlens import findings, reporting
-    from kvlens.facts import summary
+    """List the windows or tokens that stand out in a run of labels or of surprise; --html also writes a page."""
+    from kvlens import facts, reporting
+    from kvlens.cli import surprise_text
+    from kvlens.loading import load
+    from kvlens.schemas import SURPRISE
 
-    run = findings.labels_run(path)
+    run = load(path)
     top = reporting.inspect(run, trace=trace, n=n, html=html)
-    document = {**summary(run, trace), "windows": top.to_dict("records"), "html": html}
-    text = f"{_text(run, top, trace)}\n\nrun   {path}"
+    if run.schema == SURPRISE:
+        document = {**surprise_text.document(run, trace), "tokens": _plain(top), "html": html}
+        text = f"{surprise_text.text(run, trace)}\n{surprise_text.tokens_text(run, trace, None, n)}"
+    else:
+        document = {**facts.summary(run, trace), "windows": top.to_dict("records"), "html": html}
+        text = _text(run, top, trace)
+    text += f"\n\nrun   {path}"
     if html is not None:
         text += f"\npage  {html.resolve().as_uri()}"
     Output(json, quiet).answer(document, text=text, paths=[path] if html is None else [html])
+
+
+def _plain(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as JSON has them: null for what is unknown."""
+    return [dict(row) for row in rows.astype(object).where(rows.notna(), None).to_dict("records")]
 
 
 def _text(run: Run, top: pd.DataFrame, trace: str | None) -> str:

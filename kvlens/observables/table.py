@@ -4,7 +4,8 @@
 2. `needs` follows that down to what has to be captured: `hidden` (residual stream after each block), `keys_values`,
    `attention` (weights, recomputed blockwise), `logits`, `ids` (token ids of the run's traces).
 3. `causal` says whether a token's value is known as soon as the token is: if not, it depends on tokens that come later.
-4. `choose` turns what a user asked for into rows, in the order of the table.
+4. Rows `ON_REQUEST` are not among `all`: each takes a second pass of its own.
+5. `choose` turns what a user asked for into rows, in the order of the table.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ NEEDS = {
     "logits": "logits",  # [pos, d_vocab]
     "ids": "ids",  # [pos]
     "counts": "ids",  # [pos]: how often each token's id stands in all traces of the run
+    "full_pass": "full_pass",  # [pos]: scores of a pass over the cache, NaN where there is none
+    "fast_pass": "fast_pass",
 }
 
 
@@ -72,6 +75,15 @@ class Signal:
         return values if self.finish is None else torch.cat([values, self.finish(state)], -1)
 
 
+def _nothing() -> None:
+    """No state."""
+
+
+def _as_given(_: None, values: Tensor) -> tuple[None, Tensor]:
+    """What a pass has found already."""
+    return None, values
+
+
 HIDDEN, KEYS, VALUES, BOTH, WEIGHTS = ("hidden",), ("keys",), ("values",), ("keys", "values"), ("weights",)
 CHANGE = ("hidden_change",)
 # name, takes, per layer, causal, functions
@@ -91,11 +103,15 @@ TABLE = (
     Signal("age", ("ids",), False, False, age.init, age.step, age.finish),
     Signal("log_frequency", ("counts",), False, False, log_frequency.init, log_frequency.step),
 )
-BY_NAME = {signal.name: signal for signal in TABLE}
+ON_REQUEST = (
+    Signal("surprise_full", ("full_pass",), False, False, _nothing, _as_given),
+    Signal("surprise_fast", ("fast_pass",), False, False, _nothing, _as_given),
+)
+BY_NAME = {signal.name: signal for signal in (*TABLE, *ON_REQUEST)}
 
 
 def choose(asked: str | Iterable[str] = ALL) -> tuple[Signal, ...]:
-    """The rows asked for, by name, by comma-separated names or `all`, in the order of the table.
+    """The rows asked for, by name, by comma-separated names or `all` (the rows of TABLE), in the table's order.
 
     Raises: InputError for a name that is no signal's, with the names nearest to it.
     """
@@ -110,7 +126,8 @@ def choose(asked: str | Iterable[str] = ALL) -> tuple[Signal, ...]:
             raise InputError(f"there is no signal {name!r}", hint)
     if not wanted:
         raise InputError("no signal was asked for", f"name some of {', '.join(BY_NAME)}, or {ALL}")
-    return TABLE if ALL in wanted else tuple(signal for signal in TABLE if signal.name in wanted)
+    asked_for = {*wanted, *(row.name for row in TABLE if ALL in wanted)}
+    return tuple(row for name, row in BY_NAME.items() if name in asked_for)
 
 
 def with_sources(signals: Sequence[Signal]) -> tuple[Signal, ...]:

@@ -17,32 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from kvlens import model as models
 from kvlens.errors import InputError
 from kvlens.grading import grade
 from kvlens.linear import kernel
-from kvlens.loading import Run, load
+from kvlens.loading import Run
 from kvlens.model import Model
 from kvlens.probe import budget
-from kvlens.probe.inputs import (
-    Note,
-    Tick,
-    already_there,
-    facts_of,
-    hash_input,
-    ignore,
-    tokens_of,
-    traces_of,
-    warn_of_chat,
-)
+from kvlens.probe.inputs import Note, Tick, ignore, start, traces_of
 from kvlens.probe.measure import TraceMeasurement
 from kvlens.probe.readout import Metric
 from kvlens.probe.settings import Settings, as_config, fit, make_settings
 from kvlens.probe.windows import list_windows
 from kvlens.records import Tokens, Trace
-from kvlens.runstate import refuse_other_folder
 from kvlens.schemas import LABELS
-from kvlens.store import RunFolder, open_run
+from kvlens.store import RunFolder
 from kvlens.wording import counted, duration, size
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -101,32 +89,18 @@ def label(
         "beyond_context": beyond_context, "seed": seed,
     }  # fmt: skip
     settings = make_settings(preset, metric, **asked)
-    refuse_other_folder(out)
-    loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
-    settings = fit(settings, loaded)
     reading = {name: getattr(settings, name) for name in ("target_tokens", "chat", "beyond_context")}
-    everything = [tokens_of(trace, loaded, **reading) for trace in found]
-    skipped = _not_correct(everything) if settings.only_correct else {}
-    chosen = _chosen(everything, skipped, settings, preset)
-    with open_run(
-        out,
-        schema=LABELS,
-        config=as_config(settings),
-        input_hash=hash_input(found, everything),
-        seed=settings.seed,
-        **facts_of(loaded),
-        force=force,
-    ) as run:
-        already = run.complete
-        if not already:
-            for trace_id, reason in skipped.items():
-                run.skip(trace_id, reason)
-            warn_of_chat(found, settings.chat, note or ignore)
-            Job(run, loaded, settings, metric, progress or ignore, note or ignore).do(chosen, skipped)
-    finished = load(out)
-    if already and note is not None:
-        note(already_there(out))
-    return finished
+    ready = start(found, model, out, reading, device=device, dtype=dtype, attention=attention)
+    fitted = fit(settings, ready.model)
+    skipped = _not_correct(ready.everything) if fitted.only_correct else {}
+    chosen = _chosen(ready.everything, skipped, fitted, preset)
+
+    def measure(run: RunFolder) -> None:
+        for trace_id, reason in skipped.items():
+            run.skip(trace_id, reason)
+        Job(run, ready.model, fitted, metric, progress or ignore, note or ignore).do(chosen, skipped)
+
+    return ready.run(out, measure, schema=LABELS, config=as_config(fitted), seed=fitted.seed, force=force, note=note)
 
 
 def _chosen(

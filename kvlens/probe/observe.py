@@ -19,28 +19,17 @@ from jaxtyping import Int
 
 from kvlens import model as models
 from kvlens.linear import kernel
-from kvlens.loading import Run, load
+from kvlens.loading import Run
 from kvlens.model import Model
 from kvlens.observables import lag, rolling
 from kvlens.observables.table import ALL, Signal, choose
 from kvlens.probe import budget
-from kvlens.probe.inputs import (
-    Note,
-    Tick,
-    already_there,
-    facts_of,
-    hash_input,
-    ignore,
-    tokens_of,
-    traces_of,
-    warn_of_chat,
-)
+from kvlens.probe.inputs import Note, Tick, ignore, start, traces_of
 from kvlens.probe.settings import check_values
-from kvlens.probe.signal_pass import read_signals
+from kvlens.probe.signal_pass import passes_for, read_signals
 from kvlens.records import Tokens, Trace
-from kvlens.runstate import refuse_other_folder
 from kvlens.schemas import SIGNALS
-from kvlens.store import RunFolder, open_run
+from kvlens.store import RunFolder
 from kvlens.wording import counted
 
 
@@ -69,39 +58,29 @@ def observe(
     Args:
         traces: a trace file or dataset (see `read_traces`), or traces at hand.
         model: what `-m` takes, or a loaded `Model` (then device, dtype and attention are its own).
-        signals: their names, as a list or joined by commas, or `all`.
+        signals: their names, as a list or joined by commas, or `all` (which leaves out surprise: a pass of its own).
         target_tokens, chat: as for `kvlens.label`, so that positions mean the same tokens in both runs.
         seed: kept with the run; no signal here draws anything at random.
         progress: called with (tokens done, tokens in all); note: told what lies ahead.
 
     Raises: InputError, EnvironmentLacks, ModelRefused; nothing already written is lost.
-    Cost: one forward pass a trace. Attention signals replace the attention backend by a slower one.
+    Cost: one forward pass a trace, `surprise_full` about one more. Attention signals replace the attention backend by a
+        slower one.
     Source: hidden_change and its kin are EpiKV's, lag is LagKV's, attention_mass is H2O's; each file names its own.
     """
     chosen = choose(signals)
     reading: dict[str, Any] = {"target_tokens": target_tokens, "chat": chat, "beyond_context": beyond_context}
     check_values({**reading, "seed": seed})
-    found = traces_of(traces, limit)
-    refuse_other_folder(out)
-    loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
-    everything = [tokens_of(trace, loaded, **reading) for trace in found]
-    with open_run(
+    ready = start(traces_of(traces, limit), model, out, reading, device=device, dtype=dtype, attention=attention)
+    return ready.run(
         out,
+        lambda run: _do(run, ready.model, chosen, ready.everything, progress or ignore, note or ignore),
         schema=SIGNALS,
-        config={**as_config(chosen, loaded), **reading},
-        input_hash=hash_input(found, everything),
+        config={**as_config(chosen, ready.model), **reading},
         seed=seed,
-        **facts_of(loaded),
         force=force,
-    ) as run:
-        already = run.complete
-        if not already:
-            warn_of_chat(found, chat, note or ignore)
-            _do(run, loaded, chosen, everything, progress or ignore, note or ignore)
-    finished = load(out)
-    if already and note is not None:
-        note(already_there(out))
-    return finished
+        note=note,
+    )
 
 
 def as_config(signals: Sequence[Signal], model: Model) -> dict[str, Any]:
@@ -127,10 +106,11 @@ def _do(
     if ahead:
         before = f", {len(everything) - len(ahead):,} done before" if len(ahead) < len(everything) else ""
         note(f"{total - done:,} tokens of {counted(len(ahead), 'trace')} to observe, a forward pass each{before}")
+    passes = passes_for(model, signals)
     for tokens in ahead:
         progress(done, total)
         ids = torch.from_numpy(_context(tokens)).to(model.device)
-        columns = read_signals(model, ids, signals, torch.from_numpy(counts).to(model.device)[ids])
+        columns = read_signals(model, ids, signals, torch.from_numpy(counts).to(model.device)[ids], passes)
         run.write_part("signals", tokens.trace.id, _token_columns(tokens) | columns)
         run.write_part("traces", tokens.trace.id, _trace_row(tokens))
         done += tokens.n_context

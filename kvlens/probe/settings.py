@@ -13,8 +13,8 @@ from kvlens.probe.cells import name_cells, parse_cells
 from kvlens.probe.deletion import refuse_what_needs_a_mask
 from kvlens.probe.occlusion import FILLERS, Intervention, filler_ids
 from kvlens.probe.subsets import require_surrogate
+from kvlens.segmenting import UNITS
 
-UNITS = ("sentence", "step", "line", "spans")
 _MOST = 2**31 - 1  # token counts are kept in 32 bits
 RANGES = {
     "window": (1, _MOST),

@@ -5,15 +5,16 @@
    each block of weights before the next one is made: no tensor of all queries by all keys exists.
 3. Keys and values are read from the cache that the pass leaves: as attention saw them.
 4. Logits exist for a block of tokens at a time.
+5. Where surprise is asked for, a second pass runs over the cache that the first one leaves.
 
-Steps 1, 3 and 4 work with every attention backend; step 2 puts kvlens' own attention in the backend's place.
+All steps but 2 work with every attention backend; that one puts kvlens' own attention in the backend's place.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,23 +27,32 @@ from kvlens.errors import ModelRefused
 from kvlens.linear import fast_linear
 from kvlens.model import Model
 from kvlens.observables.attention_weights import Rule, blocks, weighted_values
+from kvlens.observables.surprise import Layers, State, Surprise
+from kvlens.observables.surprise_variant import FAST, FULL
 from kvlens.observables.table import Signal, read, with_sources
 from kvlens.probe.readout import BLOCK_ROWS
 
 Columns = dict[str, Float32[np.ndarray, "..."]]
+PASSES = {"full_pass": FULL, "fast_pass": FAST}
 Chunks = Iterable[Mapping[str, Tensor]]
 
 
 @torch.inference_mode()
 def read_signals(
-    model: Model, ids: Int[Tensor, " pos"], signals: Sequence[Signal], counts: Int[Tensor, " pos"]
+    model: Model,
+    ids: Int[Tensor, " pos"],
+    signals: Sequence[Signal],
+    counts: Int[Tensor, " pos"],
+    passes: Mapping[str, Surprise] | None = None,
 ) -> Columns:
     """By name, the values of each signal: [pos, layer] or [pos], NaN where a token has none.
 
-    `counts` is how often each token's id stands in all traces of the run.
+    `counts` is how often each token's id stands in all traces of the run, `passes` what `passes_for` makes of these
+    signals, where many traces are read.
 
-    Raises: ModelRefused where the model's hidden states are not finite.
-    Cost: one forward pass; memory the trace's cache, and a block of attention weights where they are asked for.
+    Raises: ModelRefused where the model's hidden states are not finite, and what `passes_for` raises.
+    Cost: one forward pass, and what surprise costs where it is asked for;
+        memory the trace's cache, and a block of attention weights where they are asked for.
     """
     wanted = with_sources(signals)
     needs = frozenset[str]().union(*(signal.needs for signal in wanted))
@@ -54,8 +64,10 @@ def read_signals(
         for name, values in read(per_layer, chunks).items():
             rows[name].append(values)
 
-    cache = models.new_cache(model) if "keys_values" in needs else None
+    passes = passes_for(model, signals) if passes is None else passes
+    cache = models.new_cache(model) if passes or "keys_values" in needs else None
     with ExitStack() as stack:
+        entering = stack.enter_context(watch_entering(model, passes.values()))
         if "hidden" in needs:
             stack.enter_context(models.watch_blocks(model, lambda _, states: take([{"hidden": states[0]}])))
         if "attention" in needs:
@@ -65,7 +77,9 @@ def read_signals(
     require_finite(states)
     inputs = {"ids": ids, "counts": counts}
     if cache is not None:
-        pairs = [(keys[0], values[0]) for keys, values in models.cache_layers(cache)]
+        layers = models.cache_layers(cache)
+        inputs |= _second_passes(passes, ids, entering, layers)
+        pairs = [(keys[0], values[0]) for keys, values in layers]
         for keys, values in pairs:
             take([{"keys": keys, "values": values}])
         if any("keys" in signal.takes for signal in scalars):
@@ -74,6 +88,38 @@ def read_signals(
     found |= read([signal for signal in scalars if "logits" in signal.takes], predictions(model, states, ids))
     found |= {name: torch.stack(values, -1) for name, values in rows.items()}
     return {signal.name: found[signal.name].float().cpu().numpy() for signal in signals}
+
+
+def passes_for(model: Model, signals: Sequence[Signal]) -> dict[str, Surprise]:
+    """The second passes that these signals take, by the name of their input; ModelRefused where one cannot be run."""
+    needs = frozenset[str]().union(*(signal.needs for signal in with_sources(signals)))
+    return {name: Surprise(model, variant) for name, variant in PASSES.items() if name in needs}
+
+
+def _second_passes(
+    passes: Mapping[str, Surprise], ids: Int[Tensor, " pos"], entering: Mapping[int, Tensor], layers: Layers
+) -> dict[str, Float[Tensor, " pos"]]:
+    """By name the scores of each pass over the whole cache, NaN where there is none (5)."""
+    positions = torch.arange(len(ids), device=ids.device)[None]
+    found = {}
+    for name, surprise in passes.items():
+        scores = surprise.scores(State(ids[None], positions, entering.get(surprise.start)), layers)
+        found[name] = scores.values.masked_fill(~scores.known, torch.nan)[0]
+    return found
+
+
+@contextmanager
+def watch_entering(model: Model, passes: Iterable[Surprise]) -> Iterator[dict[int, Tensor]]:
+    """Within it the states that enter the blocks at which these passes start are kept, by block."""
+    starts = {surprise.start for surprise in passes} - {0}
+    kept: dict[int, Tensor] = {}
+
+    def see(layer: int, states: Tensor) -> None:
+        if layer + 1 in starts:
+            kept[layer + 1] = states
+
+    with models.watch_blocks(model, see) if starts else nullcontext():
+        yield kept
 
 
 def require_finite(states: Float[Tensor, "pos d_model"]) -> None:

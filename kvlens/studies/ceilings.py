@@ -27,29 +27,18 @@ from kvlens.discover.nulls import NULLS
 from kvlens.discover.subsets import require_kernel
 from kvlens.errors import InputError
 from kvlens.linear import kernel
-from kvlens.loading import Run, load
+from kvlens.loading import Run
 from kvlens.model import Model
 from kvlens.probe import budget as memory
 from kvlens.probe.forced import compare, random_cells, top_mass
-from kvlens.probe.inputs import (
-    Note,
-    Tick,
-    already_there,
-    facts_of,
-    hash_input,
-    ignore,
-    tokens_of,
-    traces_of,
-    warn_of_chat,
-)
+from kvlens.probe.inputs import Note, Tick, ignore, start, traces_of
 from kvlens.probe.row_block import RowBlock, RowCheck, require_match
 from kvlens.probe.rows import ROWS_PER_HEAD, choose_queries, read_rows
 from kvlens.probe.settings import check_values
 from kvlens.records import Tokens, Trace
-from kvlens.runstate import refuse_other_folder
 from kvlens.schemas import CEILINGS
 from kvlens.stats import over_traces
-from kvlens.store import RunFolder, open_run
+from kvlens.store import RunFolder
 from kvlens.studies.row_tables import TABLES, Tables, measure_block, predictor_budget
 from kvlens.studies.summary import cell_table, summarise
 from kvlens.wording import counted
@@ -95,34 +84,27 @@ def ceilings(
     Source: ContourKV (forced weights); the nulls, intervals and rivals are ours.
     """
     asked = _checked(budgets, rows_per_head, nulls, cross_entropy)
-    reading: dict[str, Any] = {"chat": chat, "beyond_context": beyond_context}
-    check_values({**reading, "seed": seed})
+    kept: dict[str, Any] = {"chat": chat, "beyond_context": beyond_context}
+    check_values({**kept, "seed": seed})
     require_kernel()
-    found = traces_of(traces, limit)
-    refuse_other_folder(out)
-    loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
-    everything = [tokens_of(trace, loaded, target_tokens=1, **reading) for trace in found]
-    queries, skipped = _choose(loaded, everything, asked, seed)
-    with open_run(
+    ready = start(
+        traces_of(traces, limit),
+        model,
         out,
-        schema=CEILINGS,
-        config=asked | reading,
-        input_hash=hash_input(found, everything),
-        seed=seed,
-        **facts_of(loaded),
-        force=force,
-    ) as run:
-        already = run.complete
-        if not already:
-            warn_of_chat(found, chat, note or ignore)
-            for trace_id, reason in skipped.items():
-                run.skip(trace_id, reason)
-            chosen = [tokens for tokens in everything if tokens.trace.id in queries]
-            Survey(run, loaded, asked, progress or ignore, note or ignore).do(chosen, queries)
-    finished = load(out)
-    if already and note is not None:
-        note(already_there(out))
-    return finished
+        {"target_tokens": 1, **kept},
+        device=device,
+        dtype=dtype,
+        attention=attention,
+    )
+    queries, skipped = _choose(ready.model, ready.everything, asked, seed)
+
+    def measure(run: RunFolder) -> None:
+        for trace_id, reason in skipped.items():
+            run.skip(trace_id, reason)
+        chosen = [tokens for tokens in ready.everything if tokens.trace.id in queries]
+        Survey(run, ready.model, asked, progress or ignore, note or ignore).do(chosen, queries)
+
+    return ready.run(out, measure, schema=CEILINGS, config=asked | kept, seed=seed, force=force, note=note)
 
 
 def _checked(budgets: Sequence[int], rows_per_head: int, nulls: str, cross_entropy: bool) -> dict[str, Any]:

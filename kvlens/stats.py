@@ -62,22 +62,32 @@ def partial_spearman(
     label: Float[np.ndarray, " pos"],
     positions: Int[np.ndarray, " pos"],
     degree: int = POSITION_DEGREE,
+    controls: Float[np.ndarray, "pos control"] | None = None,
 ) -> Float[np.ndarray, " layer"]:
     """Spearman's rho of each layer with the label once position is partialled out; NaN where nothing is left.
 
-    With `degree` 1 this is the textbook partial rank correlation.
+    The ranks of each of `controls`, such as token frequency, are partialled out as well. With `degree` 1 and none of
+    them this is the textbook partial rank correlation.
     """
-    of_label = beyond_position(label[:, None], positions, degree)
-    return correlation(beyond_position(signal, positions, degree), of_label)
+    of_label = beyond_position(label[:, None], positions, degree, controls)
+    return correlation(beyond_position(signal, positions, degree, controls), of_label)
 
 
 def beyond_position(
-    values: Float[np.ndarray, "pos column"], positions: Int[np.ndarray, " pos"], degree: int = POSITION_DEGREE
+    values: Float[np.ndarray, "pos column"],
+    positions: Int[np.ndarray, " pos"],
+    degree: int = POSITION_DEGREE,
+    controls: Float[np.ndarray, "pos control"] | None = None,
 ) -> Float[np.ndarray, "pos column"]:
-    """The ranks of each column without what a polynomial in the position's rank explains; NaN if nothing is left."""
+    """The ranks of each column without what a polynomial in the position's rank explains; NaN if nothing is left.
+
+    Nor what the ranks of `controls` explain, where there are any.
+    """
     found = _centred(ranks(values))
     place = ranks(positions.astype(float))
     curve = np.polynomial.legendre.legvander(2 * (place - 1) / max(len(place) - 1, 1) - 1, degree)
+    if controls is not None:
+        curve = np.concatenate([curve, _centred(ranks(controls))], 1)
     basis = np.linalg.qr(curve)[0]
     found = found - basis @ (basis.T @ found)
     left = (found**2).sum(0)

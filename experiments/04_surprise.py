@@ -274,10 +274,11 @@ def main() -> None:
     model = models.load("smollm2-135m", device="cpu", dtype="float32")
     results: dict[str, Any] = {**described(model), "machine": machine(), "linear_kernel": kernel(), "sources": {}}
     results |= {"budget": BUDGET, "every": EVERY, "n_seeds": N_SEEDS}
-    for name, traces in sources(model).items():
+    for name, found in sources(model).items():
         tell(name)
-        runs = measured(f"try-{name}" if trial else name, traces[:2] if trial else traces, model)
-        everything = [tokenize(trace, model.tokenizer, chat=is_own) for trace in (traces[:2] if trial else traces)]
+        traces, is_own = found[:2] if trial else found, name == "own"
+        runs = measured(f"try-{name}" if trial else name, traces, model, chat=is_own)
+        everything = [tokenize(trace, model.tokenizer, chat=is_own) for trace in traces]
         results["sources"][name] = table_of(runs) | {
             "staleness": stale(runs["cycles"]),
             "information": information(model, everything),

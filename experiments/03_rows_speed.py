@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import described, interleaved, machine, sample, write
+from common import described, interleaved, machine, resident, sample, write
 
 from kvlens import model as models
 from kvlens.linear import fast_linear, kernel
@@ -66,13 +65,6 @@ class Passes:
         """What the blocks of the trace hold."""
         fields = [value for block in self.blocks for value in vars(block).values()]
         return sum(value.nbytes for value in fields if isinstance(value, torch.Tensor))
-
-
-def resident(name: str) -> int:
-    """Bytes of this process: `VmRSS` now, `VmHWM` at most since the last reset."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found, f"this kernel does not report {name}"
-    return int(found[1]) * 1024
 
 
 def peak(name: str, n_tokens: int) -> dict[str, int]:

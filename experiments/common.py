@@ -50,6 +50,13 @@ def interleaved(*runs: Callable[[], Any]) -> list[float]:
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
+def resident(name: str) -> int:
+    """Bytes of this process: `VmRSS` now, `VmHWM` at most since the last reset."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found, f"this kernel does not report {name}"
+    return int(found[1]) * 1024
+
+
 def machine() -> dict[str, Any]:
     """The class of machine, as far as it matters for a time or a rounding."""
     cpu = Path("/proc/cpuinfo")

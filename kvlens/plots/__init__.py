@@ -11,6 +11,7 @@ from kvlens.plots.ceilings import (
 from kvlens.plots.discovery import label_agreement, layer_profile, position_trend, signal_ranking
 from kvlens.plots.labels import effect_distribution, token_effects
 from kvlens.plots.style import LINES, MINUS, NOISE, PLUS, SHADES, SIZE_INCHES
+from kvlens.plots.surprise import kept_tokens, score_staleness
 
 __all__ = [
     "LINES",
@@ -24,11 +25,13 @@ __all__ = [
     "dropped_mass_auc",
     "effect_distribution",
     "free_weights",
+    "kept_tokens",
     "label_agreement",
     "layer_profile",
     "position_trend",
     "predictors",
     "rule_excess",
+    "score_staleness",
     "signal_ranking",
     "token_effects",
 ]

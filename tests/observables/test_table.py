@@ -233,7 +233,7 @@ def test_choosing() -> None:
         ("age,entropy", "'entropy'", "attention_entropy"),
         ("xyzzy", "'xyzzy'", "the signals are hidden_change, "),
         ("", "''", "the signals are"),
-        ("surprise_full", "'surprise_full'", "surprisal"),
+        ("surprise_ful", "'surprise_ful'", "surprise_full"),
         ([], "no signal was asked for", "or all"),
     ],
 )

@@ -16,6 +16,7 @@ def spread(fact: dict[str, float], form: str = "+.2f") -> str:
 def surprise(found: dict[str, Any]) -> list[str]:
     sources = found["sources"]
     names = list(next(iter(sources.values()))["rules"])
+    heads = " | ".join(f"{SOURCES[name]}, n = {source['n_traces']}" for name, source in sources.items())
     lines = [
         f"Does surprise say which tokens matter? ({found['model']}, {found['dtype']}, AMD EPYC, "
         "`experiments/04_surprise.py`.) Spearman with the effect of evicting one token (windows of 1), position and "
@@ -101,8 +102,8 @@ def surprise_speed(found: dict[str, Any]) -> list[str]:
         f"{machine['cores']} threads, {found['linear_kernel']}; medians of five in one run, "
         "`experiments/04_surprise_speed.py`). The plain form is an explicit n x n mask and the whole vocabulary.",
         "",
-        "| tokens | fast over full | full over the plain form | the plain form as PyTorch comes | fast refresh over the "
-        "prefill of the last quarter | off float64: ours, plain (largest) |",
+        "| tokens | fast over full | full over the plain form | the plain form as PyTorch comes | fast refresh, share of "
+        "the prefill of the last quarter | off float64: ours, plain (largest) |",
         "|---|---|---|---|---|---|",
     ]
     for row in found["speed"]:

@@ -23,9 +23,7 @@ def surprise(found: dict[str, Any]) -> list[str]:
         "log-frequency partialled out, mean over traces with a 95 % interval; position 0 and the last 33 tokens, which "
         "some variant cannot score, are left out.",
         "",
-        "| rule | "
-        + " | ".join(f"{SOURCES[name]}, n = {source['n_traces']}" for name, source in sources.items())
-        + " |",
+        f"| rule | {heads} |",
         "|---" * (len(sources) + 1) + "|",
     ]
     for name in names:
@@ -102,8 +100,8 @@ def surprise_speed(found: dict[str, Any]) -> list[str]:
         f"{machine['cores']} threads, {found['linear_kernel']}; medians of five in one run, "
         "`experiments/04_surprise_speed.py`). The plain form is an explicit n x n mask and the whole vocabulary.",
         "",
-        "| tokens | fast over full | full over the plain form | the plain form as PyTorch comes | fast refresh, share of "
-        "the prefill of the last quarter | off float64: ours, plain (largest) |",
+        "| tokens | fast over full | full over the plain form | the plain form as PyTorch comes | fast refresh, share "
+        "of the prefill of the last quarter | off float64: ours, plain (largest) |",
         "|---|---|---|---|---|---|",
     ]
     for row in found["speed"]:

@@ -127,6 +127,9 @@ class Surprise:
                 rows = hidden.reshape(-1, hidden.shape[-1])
                 found = found - models.log_normaliser(self.model, rows).reshape(found.shape)
         if self.variant.unit is not None and state.units is not None:
+            if state.n_pad is not None:  # padding may bear the number of the first unit
+                row = torch.arange(found.shape[1], device=found.device)
+                found = found.masked_fill(row < state.n_pad[:, None], 0)
             found = unit_sums(found, state.units)
         known = sight.known()
         return Scores(torch.where(known, -found, 0.0), known)

@@ -154,7 +154,8 @@ class Surprise:
             embeddings = self._mean.to(self.model.dtype).expand(*state.ids.shape, -1)
         elif self._mean is not None and states is not None:
             own_embedding = self.model.decoder.get_input_embeddings()(state.ids)
-            states = (states.float() - own_embedding.float() + self._mean).to(states.dtype)
+            instead = (self._mean - own_embedding.float()) * models.embedding_scale(self.model)
+            states = (states.float() + instead).to(states.dtype)
         return self._twin.run(call, ids=state.ids, positions=state.positions, states=states, embeddings=embeddings)
 
 

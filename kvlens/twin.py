@@ -149,7 +149,9 @@ class Twin:
         """The module with these in the place of others below it; itself where there are none."""
         if id(module) in changed:
             return changed[id(module)]
-        children = {name: self._copy_with(child, changed) for name, child in module.named_children()}
+        # not named_children, which leaves out the second name of a module
+        own_children = {name: child for name, child in module._modules.items() if child is not None}
+        children = {name: self._copy_with(child, changed) for name, child in own_children.items()}
         if all(child is getattr(module, name) for name, child in children.items()):
             return module
         own = self._refused_unless_plain(module)

@@ -112,7 +112,7 @@ def scores(model: Model, held: Held, variant: Variant, units: Sequence[int] | No
         rows = rows.log_softmax(-1)
     own = torch.stack([rows[i, int(held.ids[0, i])] for i in range(n)])
     if variant.unit is not None and units is not None:
-        own = torch.stack([sum(own[j] for j in range(n) if units[j] == units[i]) for i in range(n)])  # type: ignore
+        own = torch.stack([own[[j for j in range(n) if units[j] == units[i]]].sum() for i in range(n)])
     known = seen.any(1)
     return torch.where(known, -own, 0.0), known
 
@@ -136,7 +136,10 @@ def _final_states(model: Model, held: Held, variant: Variant, seen: Tensor) -> T
     if variant.no_self and stored is None:
         what = {"inputs_embeds": blank}
     elif variant.no_self and stored is not None:
-        entered = _first_input(model, {"input_ids": held.ids}, held), _first_input(model, {"inputs_embeds": blank}, held)
+        entered = (
+            _first_input(model, {"input_ids": held.ids}, held),
+            _first_input(model, {"inputs_embeds": blank}, held),
+        )
         stored = (stored.double() - entered[0].double() + entered[1].double()).to(model.dtype)
     with ExitStack() as hooks, attention_override(model, attend):
         if stored is not None:

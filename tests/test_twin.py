@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import tiny
@@ -290,7 +291,7 @@ class Second(LlamaDecoderLayer):
 class Tells(LlamaDecoderLayer):
     """Tells the blocks after it something beside the stream."""
 
-    said: list[Tensor] = []
+    said: ClassVar[list[Tensor]] = []
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         Tells.said.append(hidden_states)
@@ -325,7 +326,7 @@ def test_a_block_without_an_mlp_of_that_name_is_refused_where_it_is_skipped() ->
     block.feed_forward = block.mlp
     del block.mlp
     _become(model, Unnamed)
-    with pytest.raises(ModelRefused, match="Unnamed.*no module 'mlp'"):
+    with pytest.raises(ModelRefused, match=r"Unnamed.*no module 'mlp'"):
         Twin(model, 2, skip_mlp=True)
     found = Twin(model).run(own, **args)
     torch.testing.assert_close(found, hidden(model, args["ids"]), atol=1e-4, rtol=0)
@@ -364,26 +365,22 @@ def test_a_block_that_needs_more_than_the_stream_is_refused() -> None:
         Twin(model, 1)
 
 
-def _replaced(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: forward(*args, **kwargs)
-
-
 def test_a_forward_that_was_replaced_is_refused_where_a_copy_would_run_it() -> None:
     """As loaders over several devices do; a copy of such a module would run the original's parts."""
     model, args = wrap(tiny.llama()), call()
     block = model.decoder.layers[1]
-    block.forward = _replaced(block.forward)
+    block.forward = partial(block.forward)
     for start in (0, 1):
         with pytest.raises(ModelRefused, match="LlamaDecoderLayer has a forward that was replaced"):
             Twin(model, start)
     found = Twin(model, 2).run(own, states=outputs(model, args["ids"])[1], **args)  # this block is not run at all
     torch.testing.assert_close(found, hidden(model, args["ids"]), atol=1e-4, rtol=0)
     mlp = model.decoder.layers[2].mlp
-    mlp.forward = _replaced(mlp.forward)  # shared, not copied
+    mlp.forward = partial(mlp.forward)  # shared, not copied
     assert Twin(model, 2, skip_mlp=True).start == 2
     for part in (model.layers[2], model.decoder):
         changed = wrap(tiny.llama())
         module = changed.layers[2] if part is model.layers[2] else changed.decoder
-        module.forward = _replaced(module.forward)
+        module.forward = partial(module.forward)
         with pytest.raises(ModelRefused, match=f"{type(module).__name__} has a forward"):
             Twin(changed, 2)

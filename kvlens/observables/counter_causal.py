@@ -132,8 +132,8 @@ def _blockwise(query: Tensor, keys: Tensor, values: Tensor, rule: Rule, sight: S
     own = sight.own()
     start = 0
     while start < n:
-        # 1. the rows that any of the block's queries can see: a window makes them few, so that blocks may be longer, but
-        # a block sees its own rows beside those in reach
+        # 1. the rows that any of the block's queries can see: a window makes them few, so that blocks may be longer,
+        # but a block sees its own rows beside those in reach
         reach = min(n, rule.window or n)
         stop = min(n, start + max(ROWS, min(BLOCK // (2 * reach), isqrt(BLOCK // 2))))
         low, high = _span(sight, own[:, start:stop], start, stop, rule.window)

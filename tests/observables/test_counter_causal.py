@@ -1,4 +1,4 @@
-"""Attention to the future: every rule against the mask of all rows by all rows in float64, in blocks, in linear memory."""
+"""Attention to the future: every rule against the mask of all rows in float64, in blocks, in linear memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays of a cache: a sort of triples says so, for any protection, ties and padding; impossible budgets are refused."""
+"""What stays of a cache is the top of a plain sort, for any protection, ties and padding; what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_stays_is_the_top_of_a_plain_sort(
         values, known = scores.values[row, pad:].tolist(), scores.known[row, pad:].tolist()
         stays = [i + pad for i in oracle.kept(values, known, n_held, frozen, recent)]
         assert [i for i in kept if i in rows] == stays
-        assert {i for i in stays} >= protected[row]
+        assert set(stays) >= protected[row]
 
 
 @given(st.integers(1, 12), st.integers(0, 14), st.integers(0, 14))

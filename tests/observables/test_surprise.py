@@ -1,4 +1,4 @@
-"""Surprise: every variant of every family against the whole mask and vocabulary, direction, precision, batches, state."""
+"""Surprise: every variant of every family against the whole mask and vocabulary; direction, dtypes, batches, state."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Words of a variant: every combination reads back as what it was, and whatever else is written is refused with a hint."""
+"""Words of a variant: every combination reads back as what it was, whatever else is written is refused with a hint."""
 
 from __future__ import annotations
 
 import itertools
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ ANY_WORD = st.one_of(
     st.sampled_from(sorted(WORDS)),
     st.builds("{}={}".format, st.sampled_from(["layers", "gap"]), st.integers(1, 9)),
 )
+NINES = 30 * "9"
 variants = st.builds(
     Variant,
     layers=st.none() | st.integers(1, MOST),
@@ -79,7 +81,7 @@ def test_words_are_read_or_contradict_each_other(words: list[str]) -> None:
         assert all(getattr(variant, field) == value for field, (value,) in says.items())
         assert read_variant(variant.name) == variant
     else:
-        with pytest.raises(InputError, match="contradicts a word|twice") as caught:
+        with pytest.raises(InputError, match=r"contradicts a word|twice") as caught:
             read_variant(",".join(words))
         assert "fast" in str(caught.value.hint)
 
@@ -143,7 +145,9 @@ def test_what_is_no_word_is_refused(text: str) -> None:
     assert "gap=N" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("text", ["layers=0", "gap=2147483648", f"gap={'9' * 30}", f"layers={'1' * 5000}", "gap=00000000000"])
+@pytest.mark.parametrize(
+    "text", ["layers=0", "gap=2147483648", f"gap={NINES}", f"layers={200 * NINES}", "gap=00000000000"]
+)
 def test_numbers_out_of_range_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="outside"):
         read_variant(text)
@@ -168,7 +172,5 @@ for value in (None, 3, 1.5, True, b"fast", ["fast"], {"layers": 1}, object(), ("
 @given(st.text(max_size=30))
 @settings(max_examples=200, deadline=None)
 def test_junk_is_read_or_refused_and_nothing_else(text: str) -> None:
-    try:
-        assert isinstance(read_variant(text), Variant)
-    except InputError as error:
-        assert "join" in str(error.hint)
+    with suppress(InputError):
+        assert read_variant(read_variant(text).name) == read_variant(text)

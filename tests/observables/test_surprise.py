@@ -344,6 +344,14 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         late.append(bare)
     with pytest.raises(InputError, match="cannot follow"):
         bare.append(held.state(0, UNITS))
+    two = State(*(rows.expand(2, N) for rows in (bare.ids, bare.positions)))
+    with pytest.raises(InputError, match="ids of 2 sequences"):
+        bare.append(two)
+    half = State(late.ids, late.positions, held.outputs[1].half())
+    narrow = State(late.ids, late.positions, held.outputs[1][..., :16])
+    for other in (half, narrow):
+        with pytest.raises(InputError, match="states"):
+            late.append(other)
     padded = State(bare.ids, bare.positions, n_pad=torch.tensor([1]))
     with pytest.raises(InputError, match="padding"):
         bare.append(padded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from surprise_oracles import Held, cached_rows, prefilled
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kvlens.attention import backend_called
 from kvlens.errors import InputError, ModelRefused
 from kvlens.model import Model, wrap
 from kvlens.observables.refresh import refresh
@@ -423,6 +426,31 @@ def test_a_token_that_the_future_says_scores_lower_and_to_the_past_one_that_the_
         assert values[determined] < values[other] - 1
         if "logprob" not in text:
             assert abs(values[other]) < 1e-3  # nothing speaks for it
+
+
+# Backends of transformers
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_a_flash_backend_is_called_for_the_triangles(name: str) -> None:
+    """Under its name stands another backend of transformers, which is called by the same rules and runs on a CPU."""
+    shapes: list[tuple[int, int]] = []
+
+    def counted(module: Any, query: Tensor, *what: Any, **keywords: Any) -> Any:
+        shapes.append((query.shape[2], what[0].shape[2]))
+        return sdpa_attention_forward(module, query, *what, **keywords)
+
+    model, held = family(name), cached(name, N)
+    with backend_called("flash_stand_in", counted):
+        for text, n_seeing in (("full", N - 1), ("full,gap=2", N - 3), ("full,past,gap=1", N - 2)):
+            shapes.clear()
+            # the twin is made first: a flash backend takes no mask, and this one would be run without causality
+            surprise = Surprise(model, read_variant(text))
+            surprise.model = dataclasses.replace(model, attention="flash_stand_in")
+            found = surprise.scores(held.state(0), held.layers).values[0]
+            assert shapes == [(n_seeing, n_seeing)] * sum(window is None for window in model.sliding)
+            truth, _ = oracle.scores(model, held, read_variant(text))
+            torch.testing.assert_close(found.double(), truth, atol=TOLERANCE, rtol=0)
 
 
 # GPU

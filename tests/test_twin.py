@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -189,6 +192,19 @@ def test_an_exception_in_attention_leaves_model_and_twin_untouched(family: Model
     assert torch.equal(twin.run(own, states=states, **args), truth)
     with pytest.raises(InputError):
         twin.run(own, **args)  # the states of the run before are not still there
+
+
+def test_states_are_not_held_after_a_run() -> None:
+    """They are the largest thing a pass is given, and a twin is kept."""
+    twin = Twin(wrap(tiny.llama()), 2)
+    for attend in (nothing, lambda *_: 1 / 0):
+        states = torch.zeros(1, N, 32)
+        alive = weakref.ref(states)
+        with suppress(ZeroDivisionError):
+            twin.run(attend, states=states, **call())
+        del states
+        gc.collect()
+        assert alive() is None
 
 
 def test_a_refused_model_is_left_untouched_too() -> None:

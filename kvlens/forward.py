@@ -269,12 +269,17 @@ def log_normaliser(model: Model, hidden: Float[Tensor, "rows d_model"]) -> Float
 
 
 def mean_embedding(model: Model) -> Float[Tensor, " d_model"]:
-    """What a token of which nothing is known would put into the first block: the mean over the vocabulary, float32."""
+    """The embedding of a token of which nothing is known: the mean over the vocabulary, float32."""
     embed = model.decoder.get_input_embeddings()
     total = torch.zeros(model.d_model, dtype=torch.float64, device=model.device)
     for ids in torch.arange(model.d_vocab, device=model.device).split(NORMALISER_COLUMNS):
         total += embed(ids).double().sum(0)
     return (total / model.d_vocab).float()
+
+
+def embedding_scale(model: Model) -> float:
+    """What the decoder multiplies embeddings by on their way into the first block; Granite does."""
+    return float(getattr(model.hf.config.get_text_config(decoder=True), "embedding_multiplier", 1.0))
 
 
 def _scaled(model: Model, rows: Tensor) -> Tensor:

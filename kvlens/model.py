@@ -41,19 +41,15 @@ from kvlens.forward import (
     attention_modules,
     blocks,
     check_ids,
-    embedding_scale,
     hidden,
     learned_positions,
-    log_normaliser,
     logits,
-    mean_embedding,
-    unembed,
-    unembed_at,
     watch_blocks,
 )
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
 from kvlens.twin import Twin
+from kvlens.unembedding import embedding_scale, log_normaliser, mean_embedding, unembed, unembed_at
 from kvlens.weights import read_gguf, read_pretrained, recall, refusals, remember, stamp
 from kvlens.wording import extra
 

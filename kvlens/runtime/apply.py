@@ -1,0 +1,315 @@
+"""How does an ordinary `model.generate(...)` keep to a policy?
+
+Within `with apply(policy, model) as run:` every forward pass of the model goes through these steps:
+
+1. The cache it came with, if empty, is adopted: full-attention layers become evicting ones (cache.py).
+2. The new tokens get their positions. Once a slot has left, managed layers get masks of their own (attention.py).
+3. The model runs; blocks that the scorer named hand over their output.
+4. The scorer observes the new tokens.
+5. If the trigger says so and more slots are held than the budget allows: score, choose, compact (evict.py), and let the
+   state follow.
+
+Hooks on the model's own modules are all there is: nothing is patched, and leaving takes them away, after exceptions
+too. Runs nest; the innermost one adopts a new cache, and a cache goes on under the run that adopted it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from time import perf_counter
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvlens import forward
+from kvlens.causal_lm import Model
+from kvlens.errors import InputError, ModelRefused
+from kvlens.policy import Policy
+from kvlens.runtime import attention, budget, report
+from kvlens.runtime.cache import HeldLayer, Ledger, adopt, ledger_of, new_positions
+from kvlens.runtime.evict import Choice, choose, protected
+from kvlens.scorers.interface import HIDDEN, KEYS, VALUES, Facts, Kept, Seen, Views, select
+
+CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+
+
+@dataclass
+class _Pass:
+    """One forward pass under way."""
+
+    ledger: Ledger
+    cache: Cache
+    positions: Int[Tensor, "batch new"]
+    own: Bool[Tensor, "batch new"] | None
+    evicted: bool
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[int, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def n_new(self) -> int:
+        return self.positions.shape[1]
+
+
+class Run:
+    """A policy at work on a model. `cache` is the last one it worked on, which may be given to the next generate."""
+
+    def __init__(self, policy: Policy, model: Model, *, record: bool = True) -> None:
+        self.policy, self.model = policy, model
+        self.scorer = policy.scorer.make()
+        self.layers = tuple(i for i, window in enumerate(model.sliding) if window is None)
+        if not self.layers:
+            raise ModelRefused(
+                f"{model.name}: every layer slides and forgets by itself, there is nothing for a policy to evict",
+                "use a model with full-attention layers",
+            )
+        self.facts = Facts(model.n_layers, model.n_heads, model.n_kv_heads, model.d_head, self.layers)
+        self.tokens = budget.fixed_tokens(policy, model, self.layers)
+        self.log = report.Log(record=record)
+        self.cache: Cache | None = None
+        self.active = False
+        self._pass: _Pass | None = None
+        _check_table(policy, model)
+
+    def events(self) -> pd.DataFrame:
+        """What left, when, from where and with which score; the columns of CONTRACTS' events.parquet and `row`."""
+        return self.log.events()
+
+    def report(self) -> report.Report:
+        """Evictions, tokens and bytes held, ties, and the time that scoring and evicting took."""
+        return report.of(self)
+
+    # 1. and 2.
+
+    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What runs before the model: the cache is adopted, the new tokens get positions."""
+        self._pass = None
+        name, cache = _cache_of(decoder, kwargs)
+        uses = kwargs.get("use_cache")
+        if cache is None and not (decoder.config.use_cache if uses is None else uses):
+            return None
+        if cache is None:
+            cache = DynamicCache(config=decoder.config)
+            kwargs = kwargs | {name: cache}
+        ledger = ledger_of(cache) if isinstance(cache, Cache) else None
+        if ledger is not None and ledger.owner() is not self:
+            owner = ledger.owner()
+            if owner is not None and owner.active:
+                return args, kwargs
+            self._take_over(ledger)
+        if ledger is None:
+            ledger = Ledger(self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self))
+            adopt(cache, ledger, self.model)
+        inputs = kwargs.get("input_ids")
+        inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
+        inputs = inputs if inputs is not None else args[0]
+        batch, n_new = inputs.shape[:2]
+        mask = kwargs.get("attention_mask")
+        positions, own = new_positions(ledger, mask, batch, n_new, inputs.device)
+        layers = [cache.layers[index] for index in self.layers]
+        evicted = any(layer.n_seen != layer.n_held for layer in layers)
+        if evicted and isinstance(mask, Tensor) and mask.ndim == 4:
+            attention.check_given_mask(mask, ledger, layers[0].n_held + n_new)
+            evicted = False  # it covers what is held, and every layer holds the same
+        ledger.driven = True
+        self.cache, self._pass = cache, _Pass(ledger, cache, positions, own, evicted)
+        return args, kwargs
+
+    def _take_over(self, ledger: Ledger) -> None:
+        """Go on with a cache of a run that is over, whose scorer must be this one's: its statistics go on."""
+        if ledger.scorer != self.scorer:
+            raise InputError(
+                f"this cache was scored by {ledger.scorer!r:.120}, the policy now says {self.scorer!r:.120}",
+                "go on under the same scorer, or start a new cache",
+            )
+        ledger.owner = weakref.ref(self)
+
+    def see_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What runs before each managed attention layer: its mask, once a slot has left."""
+        now = self._pass
+        if now is None or not now.evicted:
+            return None
+        key = 0 if len(now.ledger.sets) == 1 else layer
+        if key not in now.masks:
+            now.masks[key] = attention.layer_mask(self.model, now.ledger, layer, now.n_new, now.own)
+        return args, attention.with_mask(module, kwargs, now.masks[key])
+
+    # 3.
+
+    def see_block(self, block: int, _: nn.Module, __: Any, output: Any) -> None:
+        """What runs after a block that the scorer named."""
+        if self._pass is not None:
+            self._pass.hidden[block] = output[0] if isinstance(output, tuple) else output
+
+    # 4. and 5.
+
+    def after(self, _: nn.Module, __: Any, output: Any) -> None:
+        """What runs after the model: the scorer observes, slots leave."""
+        now, self._pass = self._pass, None
+        if now is None:
+            return
+        now.ledger.driven = False
+        if output is None:  # the model raised, and its layers may hold different tokens
+            now.ledger.broken = True
+            return
+        now.ledger.broken = True
+        with torch.no_grad():
+            self._take_in(now)
+            if self._due(now):
+                self._evict(now)
+        now.ledger.broken = False
+        now.ledger.step += 1
+        self.log.hold(self, now.cache)
+
+    def _take_in(self, now: _Pass) -> None:
+        """4."""
+        ledger, first = now.ledger, not now.ledger.sets
+        ledger.in_prompt &= first or now.n_new > 1
+        ledger.append(now.positions, padded=now.own is not None)
+        ledger.n_own = now.positions.max(-1).values.add(1).maximum(ledger.n_own)
+        if ledger.in_prompt:
+            ledger.n_prompt = ledger.n_own
+        started = perf_counter()
+        new = {KEYS: {}, VALUES: {}}  # type: ignore[var-annotated]
+        for name in self.scorer.needs & {KEYS, VALUES}:
+            for index in self.layers:
+                rows = getattr(now.cache.layers[index], name)
+                new[name][index] = rows[:, :, rows.shape[2] - now.n_new :]
+        hidden = now.hidden if HIDDEN in self.scorer.needs else {}
+        seen = Seen(now.positions, ledger.in_prompt, new[KEYS], new[VALUES], hidden)
+        ledger.state = self.scorer.observe(ledger.state, seen)
+        self.log.scoring_seconds += perf_counter() - started
+
+    def _due(self, now: _Pass) -> bool:
+        """Whether the trigger asks for an eviction after this pass."""
+        ledger = now.ledger
+        if self.policy.every is None:
+            return ledger.in_prompt or now.n_new > 1
+        ledger.since += now.n_new
+        due = ledger.since >= self.policy.every
+        ledger.since = 0 if due else ledger.since
+        return due
+
+    def _evict(self, now: _Pass) -> None:
+        """5."""
+        ledger, policy = now.ledger, self.policy
+        limits = budget.budgets(policy, self.tokens, ledger.n_prompt, self.layers)
+        groups = [self.layers] if policy.reduce == "all" else [(layer,) for layer in self.layers]
+        held = ledger.sets if len(ledger.sets) == len(groups) else ledger.sets * len(groups)
+        if all(positions.shape[-1] <= int(limit.max()) for positions, limit in zip(held, limits, strict=True)):
+            return
+        choices = [self._choose(now, *each) for each in zip(groups, held, limits, strict=True)]
+        started = perf_counter()
+        for group, choice in zip(groups, choices, strict=True):
+            for index in group:
+                now.cache.layers[index].evict(choice.index)
+        ledger.sets = [choice.positions for choice in choices]
+        ledger.holes = any(bool((held < 0).any()) for held in ledger.sets)
+        ledger.state = select(ledger.state, Kept(ledger.sets))
+        self.log.evicting_seconds += perf_counter() - started
+
+    def _choose(
+        self, now: _Pass, group: tuple[int, ...], held: Int[Tensor, "batch heads slots"], limit: Tensor
+    ) -> Choice:
+        """Which slots of these layers stay."""
+        ledger = now.ledger
+        started = perf_counter()
+        scores = self._scores(now, group, held)
+        scored = perf_counter()
+        held = held.expand(-1, scores.shape[1], -1)
+        safe = protected(self.policy.protect, held, ledger.n_own, ledger.n_prompt)
+        pages = self.policy.granularity.page_size if self.policy.granularity.unit == "page" else None
+        choice = choose(scores, held, limit, safe, page_size=pages)
+        self.log.scoring_seconds += scored - started
+        self.log.evicting_seconds += perf_counter() - scored
+        self.log.evict(ledger, group, held, scores, choice, shared_by_all=self.policy.reduce == "all")
+        return choice
+
+    def _scores(self, now: _Pass, group: tuple[int, ...], held: Tensor) -> Tensor:
+        """The scores of one set of slots, the mean over the layers and heads that share it."""
+        total: Tensor | None = None
+        asked = group if self.scorer.per_layer else group[:1]
+        for index in asked:
+            layer = now.cache.layers[index]
+            scores = self.scorer.score(now.ledger.state, Views(index, held, layer.keys, layer.values))
+            if self.policy.reduce != "head":
+                scores = scores.mean(1, keepdim=True)
+            total = scores if total is None else total + scores
+        assert total is not None  # noqa: S101 (a run has layers)
+        mean = total / len(asked)
+        return mean.expand(-1, self.model.n_kv_heads, -1) if self.policy.reduce == "head" else mean
+
+
+def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    """Under which keyword the decoder takes its cache, and what came under it."""
+    for name in CACHE_NAMES:
+        if name in kwargs:
+            return name, kwargs[name]
+    return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
+
+
+def _check_table(policy: Policy, model: Model) -> None:
+    """Raise InputError for a table of budgets that is not this model's."""
+    table = policy.allocate.table
+    if table is None:
+        return
+    shape = {len(table), *(len(row) for row in table)}
+    if len(table) != model.n_layers or any(len(row) != model.n_kv_heads for row in table):
+        raise InputError(
+            f"allocate.table of sizes {sorted(shape)}: {model.name} has {model.n_layers} layers of "
+            f"{model.n_kv_heads} KV heads",
+            "give one row a layer and one number a KV head",
+        )
+
+
+@contextmanager
+def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
+    """Within it the model generates under the policy; `model` is a kvlens Model or one of transformers.
+
+    Args:
+        record: keep what `run.events()` tells, about 16 bytes for each token and set of layers it left.
+
+    Raises: ModelRefused for a model without full-attention layers or with layers that hold no keys and values;
+        InputError, at the forward pass, for a cache or a prompt that the policy cannot work with.
+    """
+    with ExitStack() as stack:
+        wrapped = model if isinstance(model, Model) else stack.enter_context(_looked_over(model))
+        run = Run(policy, wrapped, record=record)
+        decoder, layers = wrapped.decoder, wrapped.layers
+
+        def undo(handle: Any) -> Callable[[], None]:
+            return handle.remove  # type: ignore[no-any-return]
+
+        stack.callback(setattr, run, "active", False)
+        run.active = True
+        stack.callback(undo(decoder.register_forward_pre_hook(run.before, with_kwargs=True, prepend=True)))
+        for index in run.layers:
+            hook = partial(run.see_layer, index)
+            stack.callback(undo(layers[index].register_forward_pre_hook(hook, with_kwargs=True)))
+        blocks = forward.blocks(wrapped) if HIDDEN in run.scorer.needs else []
+        for block in sorted(set(run.scorer.hidden_layers(run.facts))):
+            stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
+        stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
+        yield run
+
+
+@contextmanager
+def _looked_over(hf_model: Any) -> Iterator[Model]:
+    """The model as kvlens sees it; training mode and gradients are put back after."""
+    training = getattr(hf_model, "training", False)
+    wanted = [weight for weight in hf_model.parameters() if weight.requires_grad] if hasattr(hf_model, "parameters") else []
+    try:
+        yield forward.wrap(hf_model, weights_hash="not-asked")
+    finally:
+        for weight in wanted:
+            weight.requires_grad_(True)
+        if training:
+            hf_model.train()

@@ -19,6 +19,7 @@ from kvlens.scorers.interface import Scorer
 
 Count = Annotated[int, Field(ge=0, le=2**40)]
 Positive = Annotated[int, Field(ge=1, le=2**40)]
+HeadBudgets = Annotated[tuple[Positive, ...], Field(strict=False)]  # a list will do
 TRIGGER = re.compile(r"prefill|step|every:([1-9][0-9]{0,9})")
 
 
@@ -65,7 +66,7 @@ class Allocate(_Part):
 
     name: Literal["uniform", "table"] = "uniform"
     parameters: dict[str, Any] = Field(default_factory=dict)
-    table: tuple[tuple[Positive, ...], ...] | None = Field(default=None, strict=False)
+    table: Annotated[tuple[HeadBudgets, ...], Field(strict=False)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Allocate:

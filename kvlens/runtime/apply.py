@@ -31,12 +31,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvlens import forward
+from kvlens.attention import around_attention
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
 from kvlens.policy import Policy
 from kvlens.runtime import attention, budget, report
 from kvlens.runtime.cache import HeldLayer, Ledger, adopt, ledger_of, new_positions
 from kvlens.runtime.evict import Choice, choose, protected
+from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.scorers.interface import HIDDEN, KEYS, VALUES, Facts, Kept, Seen, Views, select
 
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
@@ -119,7 +121,7 @@ class Run:
         if evicted and isinstance(mask, Tensor) and mask.ndim == 4:
             attention.check_given_mask(mask, ledger, layers[0].n_held + n_new)
             evicted = False  # it covers what is held, and every layer holds the same
-        ledger.driven = True
+        ledger.driven, ledger.own = True, own
         self.cache, self._pass = cache, _Pass(ledger, cache, positions, own, evicted)
         return args, kwargs
 
@@ -135,7 +137,7 @@ class Run:
     def see_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before each managed attention layer: its mask, once a slot has left."""
         now = self._pass
-        if now is None or not now.evicted:
+        if now is None or not now.evicted or isinstance(now.cache.layers[layer], RaggedLayer):
             return None
         key = 0 if len(now.ledger.sets) == 1 else layer
         if key not in now.masks:
@@ -149,6 +151,16 @@ class Run:
         if self._pass is not None:
             self._pass.hidden[block] = output[0] if isinstance(output, tuple) else output
 
+    def attend(
+        self, layer: int, own: Callable[[], Tensor], query: Tensor, _: Tensor, __: Tensor, keywords: Mapping[str, Any]
+    ) -> Tensor:
+        """What runs as attention where storage is ragged: heads of different lengths one by one, else the backend."""
+        now = self._pass
+        held = None if now is None else now.cache.layers[layer]
+        if now is None or not isinstance(held, RaggedLayer):
+            return own()
+        return attend(held, query, keywords, now.own)
+
     # 4. and 5.
 
     def after(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -156,7 +168,7 @@ class Run:
         now, self._pass = self._pass, None
         if now is None:
             return
-        now.ledger.driven = False
+        now.ledger.driven, now.ledger.own = False, None
         if output is None:  # the model raised, and its layers may hold different tokens
             now.ledger.broken = True
             return
@@ -180,12 +192,12 @@ class Run:
         started = perf_counter()
         new = {KEYS: {}, VALUES: {}}  # type: ignore[var-annotated]
         for name in self.scorer.needs & {KEYS, VALUES}:
-            for index in self.layers:
-                rows = getattr(now.cache.layers[index], name)
-                new[name][index] = rows[:, :, rows.shape[2] - now.n_new :]
+            new[name] = {index: getattr(now.cache.layers[index], f"new_{name}")(now.n_new) for index in self.layers}
         hidden = now.hidden if HIDDEN in self.scorer.needs else {}
         seen = Seen(now.positions, ledger.in_prompt, new[KEYS], new[VALUES], hidden)
         ledger.state = self.scorer.observe(ledger.state, seen)
+        for index in self.layers:
+            now.cache.layers[index].forget_new()
         self.log.scoring_seconds += perf_counter() - started
 
     def _due(self, now: _Pass) -> bool:
@@ -208,9 +220,9 @@ class Run:
             return
         choices = [self._choose(now, *each) for each in zip(groups, held, limits, strict=True)]
         started = perf_counter()
-        for group, choice in zip(groups, choices, strict=True):
+        for group, before, choice in zip(groups, held, choices, strict=True):
             for index in group:
-                now.cache.layers[index].evict(choice.index)
+                self._compact(now.cache, index, before, choice)
         ledger.sets = [choice.positions for choice in choices]
         ledger.holes = any(bool((held < 0).any()) for held in ledger.sets)
         ledger.state = select(ledger.state, Kept(ledger.sets))
@@ -233,19 +245,46 @@ class Run:
         self.log.evict(ledger, group, held, scores, choice, shared_by_all=self.policy.reduce == "all")
         return choice
 
+    def _compact(self, cache: Cache, index: int, before: Tensor, choice: Choice) -> None:
+        """Keep the chosen slots of one layer; where heads end up with different numbers, and may, as a ragged layer."""
+        layer = cache.layers[index]
+        parts = [part.expand(-1, self.model.n_kv_heads, -1) for part in (choice.index, before, choice.positions)]
+        if isinstance(layer, RaggedLayer):
+            layer.evict_ragged(*parts)
+        elif self.policy.storage == "ragged" and bool((choice.positions < 0).any()):
+            cache.layers[index] = RaggedLayer.of(layer, parts[0], parts[2])
+        else:
+            layer.evict(choice.index)
+
     def _scores(self, now: _Pass, group: tuple[int, ...], held: Tensor) -> Tensor:
         """The scores of one set of slots, the mean over the layers and heads that share it."""
         total: Tensor | None = None
         asked = group if self.scorer.per_layer else group[:1]
         for index in asked:
-            layer = now.cache.layers[index]
-            scores = self.scorer.score(now.ledger.state, Views(index, held, layer.keys, layer.values))
+            scores = self._of_layer(now.ledger, now.cache.layers[index], index, held)
             if self.policy.reduce != "head":
                 scores = scores.mean(1, keepdim=True)
             total = scores if total is None else total + scores
         assert total is not None  # noqa: S101 (a run has layers)
         mean = total / len(asked)
         return mean.expand(-1, self.model.n_kv_heads, -1) if self.policy.reduce == "head" else mean
+
+
+    def _of_layer(self, ledger: Ledger, layer: HeldLayer, index: int, held: Tensor) -> Tensor:
+        """The scores of one layer's slots; ragged heads are scored one by one, so that none is padded."""
+        if not isinstance(layer, RaggedLayer):
+            return self.scorer.score(ledger.state, Views(index, held, layer.keys, layer.values))
+        batch, heads = layer.shape
+        scores = torch.full((batch, heads, held.shape[-1]), torch.nan, dtype=torch.float64, device=held.device)
+        held = held.expand(-1, heads, -1)
+        for row in range(batch):
+            for head in range(heads):
+                real = held[row, head] >= 0
+                keys, values = (part[None, None] for part in layer.pair(row, head))
+                part = slice(row, row + 1), slice(head, head + 1)
+                views = Views(index, held[row, head][real][None, None], keys, values, *part)
+                scores[row, head, real] = self.scorer.score(ledger.state, views)[0, 0].double()
+        return scores
 
 
 def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
@@ -298,6 +337,8 @@ def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
         for block in sorted(set(run.scorer.hidden_layers(run.facts))):
             stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
         stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
+        if policy.storage == "ragged":
+            stack.enter_context(around_attention(wrapped, run.attend))
         yield run
 
 

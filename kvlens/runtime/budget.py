@@ -4,7 +4,7 @@
 2. `bytes`: of keys and values that one row of the batch may take in all managed layers, over what one token takes
    there, rounded down.
 3. `keep_fraction`: of the row's prompt (of what is seen of it, while it comes in chunks), the fraction read as the
-   decimal number that was written, rounded down, at least 1.
+   decimal number that was written, rounded down, but never below `sinks` + `recent` nor 1.
 4. `allocate.table` says it for each layer and KV head; with `storage: uniform_cap` no head gets more than the mean.
 """
 
@@ -47,9 +47,9 @@ def fixed_tokens(policy: Policy, model: Model, layers: tuple[int, ...]) -> int |
     return tokens
 
 
-def fraction_tokens(fraction: float, n_prompt: int) -> int:
+def fraction_tokens(fraction: float, n_prompt: int, least: int = 1) -> int:
     """3. for one row."""
-    return max(1, math.floor(Fraction(repr(fraction)) * n_prompt))
+    return max(1, least, math.floor(Fraction(repr(fraction)) * n_prompt))
 
 
 def budgets(
@@ -68,5 +68,6 @@ def budgets(
         one = torch.full((1, 1), tokens, device=device)
     else:
         fraction = policy.budget.keep_fraction or 1.0
-        one = torch.tensor([[fraction_tokens(fraction, n)] for n in n_prompt.tolist()], device=device)
+        least = policy.protect.sinks + policy.protect.recent
+        one = torch.tensor([[fraction_tokens(fraction, n, least)] for n in n_prompt.tolist()], device=device)
     return [one] * (1 if policy.reduce == "all" else len(layers))

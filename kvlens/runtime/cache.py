@@ -48,6 +48,7 @@ class Ledger:
     holes: bool = False  # whether any slot is empty
     driven: bool = False  # whether a forward pass of a run is under way
     broken: bool = False  # whether one ended with an exception
+    own: Bool[Tensor, "batch new"] | None = None  # which of the tokens under way are no padding; None: all
 
     def set_of(self, layer: int) -> Int[Tensor, "batch heads kept"]:
         """The positions that this layer holds."""
@@ -81,6 +82,7 @@ class Ledger:
 class HeldLayer(DynamicLayer):
     """The kept tokens of one layer; every head of a row holds as many slots."""
 
+    is_ragged = False
     is_croppable = False  # what transformers asks before it assists decoding
 
     def __init__(self, ledger: Ledger, index: int) -> None:
@@ -137,11 +139,22 @@ class HeldLayer(DynamicLayer):
         """Raise InputError where going on would give wrong numbers."""
         if self.ledger.broken:
             raise InputError("a forward pass with this cache failed half-way, so it is not whole", "start a new one")
-        if not self.ledger.driven and (self.ledger.holes or len(self.ledger.sets) > 1):
+        if not self.ledger.driven and (self.ledger.holes or len(self.ledger.sets) > 1 or self.is_ragged):
             raise InputError(
                 "this cache was evicted from and goes on outside kvlens.apply, where nobody makes its masks",
                 "go on inside `with kvlens.apply(policy, model)`",
             )
+
+    def new_keys(self, n: int) -> Float[Tensor, "batch kv_head new d_head"]:
+        """Keys of the last `n` tokens, which just came."""
+        return self.keys[:, :, self.keys.shape[2] - n :]
+
+    def new_values(self, n: int) -> Float[Tensor, "batch kv_head new d_head"]:
+        """Values of the last `n` tokens."""
+        return self.values[:, :, self.values.shape[2] - n :]
+
+    def forget_new(self) -> None:
+        """The scorer has observed them."""
 
     def evict(self, index: Int[Tensor, "batch heads kept"]) -> None:
         """Keep these slots, in this order, in storage of exactly their size."""

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -35,7 +36,7 @@ from kvlens.attention import around_attention
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
 from kvlens.policy import Policy
-from kvlens.runtime import attention, budget, report
+from kvlens.runtime import attention, budget, report, saved
 from kvlens.runtime.cache import HeldLayer, Ledger, adopt, ledger_of, new_positions
 from kvlens.runtime.evict import Choice, choose, protected
 from kvlens.runtime.ragged import RaggedLayer, attend
@@ -88,6 +89,16 @@ class Run:
     def report(self) -> report.Report:
         """Evictions, tokens and bytes held, ties, and the time that scoring and evicting took."""
         return report.of(self)
+
+    def save(self, path: str | Path) -> None:
+        """Nothing; the last cache is in the file `path`, safetensors, the scorer's state included."""
+        if self.cache is None:
+            raise InputError("no forward pass has gone through this run yet", "generate first, then save its cache")
+        saved.save(self, self.cache, path)
+
+    def load(self, path: str | Path) -> Cache:
+        """The cache of such a file, ready for `generate(..., past_key_values=cache)` under this run."""
+        return saved.load(self, path)
 
     # 1. and 2.
 
@@ -175,11 +186,15 @@ class Run:
         now.ledger.broken = True
         with torch.no_grad():
             self._take_in(now)
+            n_before = self._most_held(now.cache)
             if self._due(now):
                 self._evict(now)
         now.ledger.broken = False
         now.ledger.step += 1
-        self.log.hold(self, now.cache)
+        self.log.hold(n_before, self._most_held(now.cache))
+
+    def _most_held(self, cache: Cache) -> int:
+        return max(cache.layers[index].n_held for index in self.layers)
 
     def _take_in(self, now: _Pass) -> None:
         """4."""

@@ -153,6 +153,13 @@ class HeldLayer(DynamicLayer):
         """Values of the last `n` tokens."""
         return self.values[:, :, self.values.shape[2] - n :]
 
+    def restore(self, keys: Tensor, values: Tensor, n_seen: int) -> None:
+        """Hold these, as if they had come."""
+        self._room = []
+        self._set_room(0, keys)
+        self._set_room(1, values)
+        self.device, self.dtype, self.is_initialized, self.n_seen = keys.device, keys.dtype, True, n_seen
+
     def forget_new(self) -> None:
         """The scorer has observed them."""
 

@@ -42,6 +42,7 @@ COLUMNS = {
 class Report:
     """Counts over the whole run; bytes of its last cache, as they are now.
 
+    `most_held` are the slots of the widest layer between forward passes, `most_in_pass` within one, its new tokens there.
     `kept` is by layer [row][kv_head or one for all][positions]; `full_bytes` what keys and values of every token seen
     would take in the managed layers, `held_bytes` what those held take, `side_bytes` positions, counts and the scorer's
     state, `physical_bytes` all storages of the cache, `claimed_bytes` the budget's share of keys and values.
@@ -53,6 +54,7 @@ class Report:
     n_evictions: int
     n_evicted: int
     most_held: int
+    most_in_pass: int
     kept: dict[int, list[list[list[int]]]]
     full_bytes: int
     held_bytes: int
@@ -73,16 +75,18 @@ class Log:
     n_evictions: int = 0
     n_evicted: int = 0
     most_held: int = 0
+    most_in_pass: int = 0
     n_tied: int = 0
     n_scored: int = 0
     scoring_seconds: float = 0.0
     evicting_seconds: float = 0.0
     parts: list[dict[str, Any]] = field(default_factory=list)
 
-    def hold(self, run: Run, cache: Cache) -> None:
-        """1. after a forward pass."""
+    def hold(self, n_before: int, n_after: int) -> None:
+        """1. after a forward pass: the most slots of any layer before and after the eviction."""
         self.n_passes += 1
-        self.most_held = max(self.most_held, *(cache.layers[index].n_held for index in run.layers))
+        self.most_in_pass = max(self.most_in_pass, n_before)
+        self.most_held = max(self.most_held, n_after)
 
     def evict(
         self, ledger: Ledger, group: tuple[int, ...], held: Tensor, scores: Tensor, choice: Choice, *, shared_by_all: bool
@@ -135,6 +139,7 @@ def of(run: Run) -> Report:
         n_evictions=log.n_evictions,
         n_evicted=log.n_evicted,
         most_held=log.most_held,
+        most_in_pass=log.most_in_pass,
         kept={i: [[[p for p in h if p >= 0] for h in r] for r in ledger.set_of(i).tolist()] for i in run.layers},
         full_bytes=rows * layers[0].n_seen * one,
         held_bytes=storage_bytes((name, t) for layer in layers for name, t in layer.tensors()),

@@ -39,7 +39,7 @@ class Ledger:
     state: Any
     layers: tuple[int, ...]
     owner: weakref.ref[Any]
-    sets: list[Int[Tensor, "batch heads kept"]] = field(default_factory=list)
+    sets: list[Int[Tensor, "batch heads _"]] = field(default_factory=list)
     n_own: Int[Tensor, " batch"] | None = None  # tokens of each row seen so far, padding not counted
     n_prompt: Int[Tensor, " batch"] | None = None
     in_prompt: bool = True

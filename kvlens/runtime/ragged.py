@@ -110,9 +110,9 @@ class RaggedLayer(HeldLayer):
         place = (held != EMPTY).cumsum(-1) - 1
         pairs = [(b, h) for b in range(self.shape[0]) for h in range(self.shape[1])]
         kept = [place[b, h][index[b, h][positions[b, h] != EMPTY]] for b, h in pairs]
+        slots = torch.cat([start + k for start, k in zip(self.starts, kept, strict=True)])
         for part in range(2):
-            parts = [self.pair(b, h)[part].index_select(0, k) for (b, h), k in zip(pairs, kept, strict=True)]
-            self._set_room(part, torch.cat(parts))
+            self._set_room(part, (self.keys, self.values)[part].index_select(0, slots))
         self.lengths = [len(k) for k in kept]
         self.starts = [0, *accumulate(self.lengths)][:-1]
         self.n_slots = index.shape[-1]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -76,9 +76,10 @@ class Views:
 class Kept:
     """What is left after an eviction: the positions held, one tensor for each set of tokens kept together."""
 
-    positions: Sequence[Int[Tensor, "batch heads kept"]]
+    positions: Sequence[Int[Tensor, "batch heads _"]]
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """A method; its dataclass fields are its parameters."""
 

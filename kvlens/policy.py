@@ -116,7 +116,9 @@ class Policy(_Part):
         if self.allocate.table is not None:
             least = min(min(row, default=0) for row in self.allocate.table) if self.allocate.table else 0
             if self.reduce == "all":
-                raise ValueError("with reduce 'all' every head keeps the same tokens: allocate.table needs layer or head")
+                raise ValueError(
+                    "with reduce 'all' every head keeps the same tokens: allocate.table needs layer or head"
+                )
             if self.reduce == "layer" and any(len(set(row)) > 1 for row in self.allocate.table):
                 raise ValueError("with reduce 'layer' the heads of a layer keep the same tokens: their budgets differ")
         if least is not None and fixed > least:

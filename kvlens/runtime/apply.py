@@ -284,7 +284,6 @@ class Run:
         mean = total / len(asked)
         return mean.expand(-1, self.model.n_kv_heads, -1) if self.policy.reduce == "head" else mean
 
-
     def _of_layer(self, ledger: Ledger, layer: HeldLayer, index: int, held: Tensor) -> Tensor:
         """The scores of one layer's slots; ragged heads are scored one by one, so that none is padded."""
         if not isinstance(layer, RaggedLayer):
@@ -361,7 +360,9 @@ def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
 def _looked_over(hf_model: Any) -> Iterator[Model]:
     """The model as kvlens sees it; training mode and gradients are put back after."""
     training = getattr(hf_model, "training", False)
-    wanted = [weight for weight in hf_model.parameters() if weight.requires_grad] if hasattr(hf_model, "parameters") else []
+    wanted = (
+        [weight for weight in hf_model.parameters() if weight.requires_grad] if hasattr(hf_model, "parameters") else []
+    )
     try:
         yield forward.wrap(hf_model, weights_hash="not-asked")
     finally:

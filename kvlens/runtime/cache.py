@@ -66,7 +66,9 @@ class Ledger:
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         """These rows of the batch, in this order."""
         self.sets = [held.index_select(0, index) for held in self.sets]
-        self.n_own, self.n_prompt = (None if n is None else n.index_select(0, index) for n in (self.n_own, self.n_prompt))
+        self.n_own, self.n_prompt = (
+            None if n is None else n.index_select(0, index) for n in (self.n_own, self.n_prompt)
+        )
         self.state = rows_of(self.state, index)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -171,7 +171,10 @@ def attend(
             queries = query[row, head * group : (head + 1) * group]
             if mask is None:  # the group's queries are so many rows of one attention
                 out = scaled_dot_product_attention(
-                    queries.reshape(1, 1, group, d_head), keys[None, None], values[None, None], scale=keywords["scaling"]
+                    queries.reshape(1, 1, group, d_head),
+                    keys[None, None],
+                    values[None, None],
+                    scale=keywords["scaling"],
                 )
                 output[row, 0, head * group : (head + 1) * group] = out[0, 0]
                 continue

@@ -89,7 +89,14 @@ class Log:
         self.most_held = max(self.most_held, n_after)
 
     def evict(
-        self, ledger: Ledger, group: tuple[int, ...], held: Tensor, scores: Tensor, choice: Choice, *, shared_by_all: bool
+        self,
+        ledger: Ledger,
+        group: tuple[int, ...],
+        held: Tensor,
+        scores: Tensor,
+        choice: Choice,
+        *,
+        shared_by_all: bool,
     ) -> None:
         """1. for one set of slots."""
         self.n_evictions += 1

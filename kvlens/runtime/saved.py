@@ -22,7 +22,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvlens.disk import disk, write_whole
+from kvlens.disk import as_path, disk, write_whole
 from kvlens.errors import InputError
 from kvlens.runtime.cache import HeldLayer, Ledger, adopt, all_tensors, ledger_of
 from kvlens.runtime.ragged import RaggedLayer
@@ -42,9 +42,11 @@ def save(run: Run, cache: Cache, path: str | Path) -> None:
         raise InputError("this cache is under no policy, so there is nothing of kvlens to save in it")
     meta = _identity(run) | {name: getattr(ledger, name) for name in _COUNTS}
     meta["layers"] = [_numbers(layer) for layer in cache.layers]
-    found = {name: tensor.detach().contiguous().cpu() for name, tensor in all_tensors(cache)}
+    found = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in all_tensors(cache)
+    }
     with disk(f"write {path}"):
-        write_whole(Path(path), to_bytes(found, metadata={"kvlens": json.dumps(meta)}))
+        write_whole(as_path(path, "cache file"), to_bytes(found, metadata={"kvlens": json.dumps(meta)}))
 
 
 def load(run: Run, path: str | Path) -> Cache:
@@ -52,6 +54,9 @@ def load(run: Run, path: str | Path) -> Cache:
 
     Raises: InputError for what is no such file, or one of another model or scorer.
     """
+    path = as_path(path, "cache file")
+    if not path.is_file():
+        raise InputError(f"there is no cache file '{path}'", "save one with run.save(path)")
     try:
         with disk(f"read {path}"), safe_open(str(path), framework="pt") as file:
             meta = json.loads((file.metadata() or {}).get("kvlens", "null"))

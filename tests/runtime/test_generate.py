@@ -223,9 +223,7 @@ def test_pitfall_33_stops_streamers_and_sampling(model: Model) -> None:
     for row in range(3):
         tokens = sampled[1].sequences[row]
         expected = masked_logits(model, tokens, events[events.row == row], step_of_each([30, *[1] * 12]))[29:-1]
-        torch.testing.assert_close(
-            torch.stack([rows[row] for rows in sampled[1].logits]), expected, atol=1e-4, rtol=0
-        )
+        torch.testing.assert_close(torch.stack([rows[row] for rows in sampled[1].logits]), expected, atol=1e-4, rtol=0)
 
 
 def test_beam_search_moves_positions_and_state_with_the_rows(model: Model) -> None:
@@ -251,7 +249,10 @@ def test_beam_search_moves_positions_and_state_with_the_rows(model: Model) -> No
 
 
 def test_assisted_decoding_is_refused_by_name(model: Model) -> None:
-    with pytest.raises((InputError, ValueError, NotImplementedError), match=r"(?i)assisted|crop"), apply(policy(), model):
+    with (
+        pytest.raises((InputError, ValueError, NotImplementedError), match=r"(?i)assisted|crop"),
+        apply(policy(), model),
+    ):
         written(model, token_ids(30), 8, prompt_lookup_num_tokens=3)
 
 

@@ -1,4 +1,4 @@
-"""What does an eviction policy say? Everything that decides which cached tokens leave, and nothing about a model's state.
+"""What does an eviction policy say? All that decides which cached tokens leave.
 
 1. `Policy` holds a scorer's name and parameters and, apart from them, what is protected, when eviction happens, how
    many tokens stay, in which pieces they leave and how their storage is shaped. Names are those of the policy file.

@@ -43,7 +43,7 @@ def step_of_each(chunks: Sequence[int]) -> torch.Tensor:
 
 
 def visibility(model: Model, events: pd.DataFrame, steps: torch.Tensor) -> dict[int, torch.Tensor]:
-    """By full-attention layer [1, head, query, key]: causal, and an evicted key only for queries up to its last pass."""
+    """By full-attention layer [1, head, query, key]: causal, an evicted key only for queries up to its last pass."""
     n, group = len(steps), model.n_heads // model.n_kv_heads
     full = [layer for layer, window in enumerate(model.sliding) if window is None]
     causal = torch.ones(n, n, dtype=torch.bool).tril()
@@ -86,7 +86,7 @@ def streamed_logits(
 
 
 def padded(lengths: Sequence[int], n_more: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Prompts of these lengths padded on the left, `n_more` tokens behind each; which are own; and the rows' own ids."""
+    """Prompts of these lengths padded on the left with `n_more` tokens behind; which are own; each row's own ids."""
     widest = max(lengths)
     tails = token_ids(n_more, batch=len(lengths), seed=99)
     rows = [torch.cat([token_ids(n, seed=n)[0], tail]) for n, tail in zip(lengths, tails, strict=True)]

@@ -6,8 +6,7 @@ Within `with apply(policy, model) as run:` every forward pass of the model goes 
 2. The new tokens get their positions. Once a slot has left, managed layers get masks of their own (attention.py).
 3. The model runs; blocks that the scorer named hand over their output.
 4. The scorer observes the new tokens.
-5. If the trigger says so and more slots are held than the budget allows: score, choose, compact (evict.py), and let the
-   state follow.
+5. If the trigger says so and more slots are held than the budget allows, tokens leave (refresh.py).
 
 Hooks on the model's own modules are all there is: nothing is patched, and leaving takes them away, after exceptions
 too. Runs nest; the innermost one adopts a new cache, and a cache goes on under the run that adopted it.
@@ -37,10 +36,10 @@ from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
 from kvlens.policy import Policy
 from kvlens.runtime import attention, budget, report, saved
-from kvlens.runtime.cache import HeldLayer, Ledger, adopt, ledger_of, new_positions
-from kvlens.runtime.evict import Choice, choose, protected
+from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
 from kvlens.runtime.ragged import RaggedLayer, attend
-from kvlens.scorers.interface import HIDDEN, KEYS, VALUES, Facts, Kept, Seen, Views, select
+from kvlens.runtime.refresh import refresh
+from kvlens.scorers.interface import HIDDEN, KEYS, VALUES, Facts, Seen
 
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 
@@ -102,7 +101,7 @@ class Run:
 
     # 1. and 2.
 
-    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before the model: the cache is adopted, the new tokens get positions."""
         self._pass = None
         name, cache = _cache_of(decoder, kwargs)
@@ -118,15 +117,14 @@ class Run:
             if owner is not None and owner.active:
                 return args, kwargs
             self._take_over(ledger)
+        given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
+        batch, n_new = next(inputs for inputs in given if inputs is not None).shape[:2]
         if ledger is None:
-            ledger = Ledger(self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self))
+            none = torch.zeros(batch, dtype=torch.long, device=self.model.device)
+            ledger = Ledger(self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self), none, none)
             adopt(cache, ledger, self.model)
-        inputs = kwargs.get("input_ids")
-        inputs = inputs if inputs is not None else kwargs.get("inputs_embeds")
-        inputs = inputs if inputs is not None else args[0]
-        batch, n_new = inputs.shape[:2]
         mask = kwargs.get("attention_mask")
-        positions, own = new_positions(ledger, mask, batch, n_new, inputs.device)
+        positions, own = new_positions(ledger, mask, n_new)
         layers = [cache.layers[index] for index in self.layers]
         evicted = any(layer.n_seen != layer.n_held for layer in layers)
         if evicted and isinstance(mask, Tensor) and mask.ndim == 4:
@@ -188,7 +186,8 @@ class Run:
             self._take_in(now)
             n_before = self._most_held(now.cache)
             if self._due(now):
-                self._evict(now)
+                limits = budget.budgets(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
+                refresh(self.policy, now.cache, now.ledger, limits, self.log)
         now.ledger.broken = False
         now.ledger.step += 1
         self.log.hold(n_before, self._most_held(now.cache))
@@ -207,7 +206,7 @@ class Run:
         started = perf_counter()
         new = {KEYS: {}, VALUES: {}}  # type: ignore[var-annotated]
         for name in self.scorer.needs & {KEYS, VALUES}:
-            new[name] = {index: getattr(now.cache.layers[index], f"new_{name}")(now.n_new) for index in self.layers}
+            new[name] = {index: getattr(now.cache.layers[index], f"new_{name}") for index in self.layers}
         hidden = now.hidden if HIDDEN in self.scorer.needs else {}
         seen = Seen(now.positions, ledger.in_prompt, new[KEYS], new[VALUES], hidden)
         ledger.state = self.scorer.observe(ledger.state, seen)
@@ -224,81 +223,6 @@ class Run:
         due = ledger.since >= self.policy.every
         ledger.since = 0 if due else ledger.since
         return due
-
-    def _evict(self, now: _Pass) -> None:
-        """5."""
-        ledger, policy = now.ledger, self.policy
-        limits = budget.budgets(policy, self.tokens, ledger.n_prompt, self.layers)
-        groups = [self.layers] if policy.reduce == "all" else [(layer,) for layer in self.layers]
-        held = ledger.sets if len(ledger.sets) == len(groups) else ledger.sets * len(groups)
-        if all(positions.shape[-1] <= int(limit.max()) for positions, limit in zip(held, limits, strict=True)):
-            return
-        choices = [self._choose(now, *each) for each in zip(groups, held, limits, strict=True)]
-        started = perf_counter()
-        for group, before, choice in zip(groups, held, choices, strict=True):
-            for index in group:
-                self._compact(now.cache, index, before, choice)
-        ledger.sets = [choice.positions for choice in choices]
-        ledger.holes = any(bool((held < 0).any()) for held in ledger.sets)
-        ledger.state = select(ledger.state, Kept(ledger.sets))
-        self.log.evicting_seconds += perf_counter() - started
-
-    def _choose(
-        self, now: _Pass, group: tuple[int, ...], held: Int[Tensor, "batch heads slots"], limit: Tensor
-    ) -> Choice:
-        """Which slots of these layers stay."""
-        ledger = now.ledger
-        started = perf_counter()
-        scores = self._scores(now, group, held)
-        scored = perf_counter()
-        held = held.expand(-1, scores.shape[1], -1)
-        safe = protected(self.policy.protect, held, ledger.n_own, ledger.n_prompt)
-        pages = self.policy.granularity.page_size if self.policy.granularity.unit == "page" else None
-        choice = choose(scores, held, limit, safe, page_size=pages)
-        self.log.scoring_seconds += scored - started
-        self.log.evicting_seconds += perf_counter() - scored
-        self.log.evict(ledger, group, held, scores, choice, shared_by_all=self.policy.reduce == "all")
-        return choice
-
-    def _compact(self, cache: Cache, index: int, before: Tensor, choice: Choice) -> None:
-        """Keep the chosen slots of one layer; where heads end up with different numbers, and may, as a ragged layer."""
-        layer = cache.layers[index]
-        parts = [part.expand(-1, self.model.n_kv_heads, -1) for part in (choice.index, before, choice.positions)]
-        if isinstance(layer, RaggedLayer):
-            layer.evict_ragged(*parts)
-        elif self.policy.storage == "ragged" and bool((choice.positions < 0).any()):
-            cache.layers[index] = RaggedLayer.of(layer, parts[0], parts[2])
-        else:
-            layer.evict(choice.index)
-
-    def _scores(self, now: _Pass, group: tuple[int, ...], held: Tensor) -> Tensor:
-        """The scores of one set of slots, the mean over the layers and heads that share it."""
-        total: Tensor | None = None
-        asked = group if self.scorer.per_layer else group[:1]
-        for index in asked:
-            scores = self._of_layer(now.ledger, now.cache.layers[index], index, held)
-            if self.policy.reduce != "head":
-                scores = scores.mean(1, keepdim=True)
-            total = scores if total is None else total + scores
-        assert total is not None  # noqa: S101 (a run has layers)
-        mean = total / len(asked)
-        return mean.expand(-1, self.model.n_kv_heads, -1) if self.policy.reduce == "head" else mean
-
-    def _of_layer(self, ledger: Ledger, layer: HeldLayer, index: int, held: Tensor) -> Tensor:
-        """The scores of one layer's slots; ragged heads are scored one by one, so that none is padded."""
-        if not isinstance(layer, RaggedLayer):
-            return self.scorer.score(ledger.state, Views(index, held, layer.keys, layer.values))
-        batch, heads = layer.shape
-        scores = torch.full((batch, heads, held.shape[-1]), torch.nan, dtype=torch.float64, device=held.device)
-        held = held.expand(-1, heads, -1)
-        for row in range(batch):
-            for head in range(heads):
-                real = held[row, head] >= 0
-                keys, values = (part[None, None] for part in layer.pair(row, head))
-                part = slice(row, row + 1), slice(head, head + 1)
-                views = Views(index, held[row, head][real][None, None], keys, values, *part)
-                scores[row, head, real] = self.scorer.score(ledger.state, views)[0, 0].double()
-        return scores
 
 
 def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
@@ -339,7 +263,7 @@ def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
         decoder, layers = wrapped.decoder, wrapped.layers
 
         def undo(handle: Any) -> Callable[[], None]:
-            return handle.remove  # type: ignore[no-any-return]
+            return handle.remove
 
         stack.callback(setattr, run, "active", False)
         run.active = True

@@ -64,7 +64,7 @@ def check_given_mask(mask: Tensor, ledger: Ledger, n_keys: int) -> None:
     """Raise InputError for a 4-D mask that cannot be laid over what the layers hold."""
     if mask.shape[-1] != n_keys or len(ledger.sets) > 1 or ledger.holes:
         raise InputError(
-            f"an attention mask over {mask.shape[-1]} keys for an evicted cache that holds {n_keys} with the new tokens",
+            f"an attention mask over {mask.shape[-1]} keys for an evicted cache of {n_keys}, new tokens included",
             "leave the mask out: held tokens are visible, new ones causally",
         )
 

@@ -39,9 +39,9 @@ class Ledger:
     state: Any
     layers: tuple[int, ...]
     owner: weakref.ref[Any]
+    n_own: Int[Tensor, " batch"]  # tokens of each row seen so far, padding not counted
+    n_prompt: Int[Tensor, " batch"]  # those that came before the first decoded token
     sets: list[Int[Tensor, "batch heads _"]] = field(default_factory=list)
-    n_own: Int[Tensor, " batch"] | None = None  # tokens of each row seen so far, padding not counted
-    n_prompt: Int[Tensor, " batch"] | None = None
     in_prompt: bool = True
     since: int = 0  # tokens since the last eviction was due
     step: int = 0  # forward passes
@@ -66,18 +66,14 @@ class Ledger:
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         """These rows of the batch, in this order."""
         self.sets = [held.index_select(0, index) for held in self.sets]
-        self.n_own, self.n_prompt = (
-            None if n is None else n.index_select(0, index) for n in (self.n_own, self.n_prompt)
-        )
+        self.n_own, self.n_prompt = self.n_own.index_select(0, index), self.n_prompt.index_select(0, index)
         self.state = rows_of(self.state, index)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything it holds, by name."""
         for number, held in enumerate(self.sets):
             yield f"positions.{number}", held
-        for name, count in (("n_own", self.n_own), ("n_prompt", self.n_prompt)):
-            if count is not None:
-                yield name, count
+        yield from (("n_own", self.n_own), ("n_prompt", self.n_prompt))
         yield from tensors(self.state)
 
 
@@ -90,8 +86,12 @@ class HeldLayer(DynamicLayer):
     def __init__(self, ledger: Ledger, index: int) -> None:
         super().__init__()
         self.ledger, self.index = ledger, index
-        self.n_seen = 0
+        self.n_seen = self.n_new = 0
         self._room: list[Tensor] = []  # keys and values with free slots at the end
+
+    @property
+    def n_kv_heads(self) -> int:
+        return int(self.keys.shape[1])
 
     @property
     def n_held(self) -> int:
@@ -109,7 +109,7 @@ class HeldLayer(DynamicLayer):
         self.check()
         held = self.n_held
         if not self.is_initialized:
-            self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
+            self.lazy_initialization(key_states, value_states)
         new = key_states.shape[2]
         if not self._room or held + new > self._room[0].shape[2]:
             free = BLOCK_TOKENS - 1 if held and new < BLOCK_TOKENS else 0
@@ -118,7 +118,7 @@ class HeldLayer(DynamicLayer):
         for room, states in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, held : held + new] = states
         self.keys, self.values = (room[:, :, : held + new] for room in self._room)
-        self.n_seen += new
+        self.n_seen, self.n_new = self.n_seen + new, new
         return self.keys, self.values
 
     def _grow(self, part: int, like: Tensor, held: int, slots: int) -> None:
@@ -147,20 +147,23 @@ class HeldLayer(DynamicLayer):
                 "go on inside `with kvlens.apply(policy, model)`",
             )
 
-    def new_keys(self, n: int) -> Float[Tensor, "batch kv_head new d_head"]:
-        """Keys of the last `n` tokens, which just came."""
-        return self.keys[:, :, self.keys.shape[2] - n :]
+    @property
+    def new_keys(self) -> Float[Tensor, "batch kv_head new d_head"]:
+        """Keys of the tokens that came in the last pass."""
+        return self.keys[:, :, self.keys.shape[2] - self.n_new :]
 
-    def new_values(self, n: int) -> Float[Tensor, "batch kv_head new d_head"]:
-        """Values of the last `n` tokens."""
-        return self.values[:, :, self.values.shape[2] - n :]
+    @property
+    def new_values(self) -> Float[Tensor, "batch kv_head new d_head"]:
+        """Values of the tokens that came in the last pass."""
+        return self.values[:, :, self.values.shape[2] - self.n_new :]
 
     def restore(self, keys: Tensor, values: Tensor, n_seen: int) -> None:
         """Hold these, as if they had come."""
         self._room = []
         self._set_room(0, keys)
         self._set_room(1, values)
-        self.device, self.dtype, self.is_initialized, self.n_seen = keys.device, keys.dtype, True, n_seen
+        self.device, self.dtype, self.n_seen = keys.device, keys.dtype, n_seen
+        self.is_initialized: bool = True
 
     def forget_new(self) -> None:
         """The scorer has observed them."""
@@ -272,15 +275,15 @@ def storage_bytes(tensors: Iterator[tuple[str, Tensor]]) -> int:
 
 
 def new_positions(
-    ledger: Ledger, mask: Tensor | None, batch: int, new: int, device: torch.device
+    ledger: Ledger, mask: Tensor | None, n_new: int
 ) -> tuple[Int[Tensor, "batch new"], Bool[Tensor, "batch new"] | None]:
-    """Positions of the next tokens of every row (-1 for padding), and which are no padding (None: all)."""
-    if ledger.n_own is None:
-        ledger.n_own = torch.zeros(batch, dtype=torch.long, device=device)
-    own = None
+    """Positions of the next tokens of every row (-1 for padding), and which are no padding (None: all).
+
+    `mask` is a model call's attention mask; one of [batch, tokens] says which tokens are padding.
+    """
+    before = ledger.n_own[:, None]
     if mask is not None and mask.ndim == 2:
-        own = mask[:, mask.shape[1] - new :].to(device=device, dtype=torch.bool)
-        own = None if bool(own.all()) else own
-    if own is None:
-        return ledger.n_own[:, None] + torch.arange(new, device=device), None
-    return (ledger.n_own[:, None] + own.cumsum(-1) - 1).masked_fill(~own, EMPTY), own
+        own = mask[:, mask.shape[1] - n_new :].to(device=before.device, dtype=torch.bool)
+        if not bool(own.all()):
+            return (before + own.cumsum(-1) - 1).masked_fill(~own, EMPTY), own
+    return before + torch.arange(n_new, device=before.device), None

@@ -115,6 +115,6 @@ def _pages(
     order = best.sort(dim=-1, descending=True, stable=True).indices
     order = order.gather(-1, kind.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
     fits = sizes.gather(-1, order).cumsum(-1) <= budget[..., None]
-    fits |= kind.gather(-1, order) >= 3  # noqa: PLR2004 (the protected class)
+    fits |= kind.gather(-1, order) >= 3  # the protected class
     stays = torch.zeros(shape, dtype=torch.bool, device=positions.device).scatter_(-1, order, fits)
     return stays.gather(-1, page) & real

@@ -54,6 +54,10 @@ class RaggedLayer(HeldLayer):
         return made
 
     @property
+    def n_kv_heads(self) -> int:
+        return self.shape[1]
+
+    @property
     def n_held(self) -> int:
         """Slots of the widest pair, padding that came since the last eviction counted."""
         return self.n_slots
@@ -88,11 +92,13 @@ class RaggedLayer(HeldLayer):
         self.last = key_states, value_states
         return key_states, value_states
 
-    def new_keys(self, n: int) -> Float[Tensor, "batch kv_head new d_head"]:
+    @property
+    def new_keys(self) -> Float[Tensor, "batch kv_head new d_head"]:
         """Keys of the tokens that just came, padding included."""
         return self.last[0]
 
-    def new_values(self, n: int) -> Float[Tensor, "batch kv_head new d_head"]:
+    @property
+    def new_values(self) -> Float[Tensor, "batch kv_head new d_head"]:
         """Values of the tokens that just came."""
         return self.last[1]
 

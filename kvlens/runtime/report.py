@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.errors import InputError
@@ -21,8 +21,6 @@ from kvlens.runtime.cache import HeldLayer, Ledger, all_tensors, ledger_of, stor
 from kvlens.runtime.evict import Choice
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
-
     from kvlens.runtime.apply import Run
 
 ALL = -1
@@ -42,7 +40,7 @@ COLUMNS = {
 class Report:
     """Counts over the whole run; bytes of its last cache, as they are now.
 
-    `most_held` are the slots of the widest layer between forward passes, `most_in_pass` within one, its new tokens there.
+    `most_held` are the slots of the widest layer between forward passes, `most_in_pass` those within one.
     `kept` is by layer [row][kv_head or one for all][positions]; `full_bytes` what keys and values of every token seen
     would take in the managed layers, `held_bytes` what those held take, `side_bytes` positions, counts and the scorer's
     state, `physical_bytes` all storages of the cache, `claimed_bytes` the budget's share of keys and values.
@@ -73,11 +71,11 @@ class Log:
     record: bool
     n_passes: int = 0
     n_evictions: int = 0
-    n_evicted: int = 0
+    n_evicted: int | Tensor = 0  # tensors are counted on the device and fetched when asked
     most_held: int = 0
     most_in_pass: int = 0
-    n_tied: int = 0
-    n_scored: int = 0
+    n_tied: int | Tensor = 0
+    n_scored: int | Tensor = 0
     scoring_seconds: float = 0.0
     evicting_seconds: float = 0.0
     parts: list[dict[str, Any]] = field(default_factory=list)
@@ -91,33 +89,28 @@ class Log:
     def evict(
         self,
         ledger: Ledger,
-        group: tuple[int, ...],
-        held: Tensor,
-        scores: Tensor,
+        layer: int | None,
+        held: Int[Tensor, "batch heads slots"],
+        scores: Float[Tensor, "batch heads slots"],
         choice: Choice,
-        *,
-        shared_by_all: bool,
     ) -> None:
-        """1. for one set of slots."""
-        self.n_evictions += 1
-        self.n_tied += int(choice.n_tied)
-        self.n_scored += int(choice.n_scored)
-        rows, heads, slots = (index.cpu().numpy() for index in choice.leaves.nonzero(as_tuple=True))
-        self.n_evicted += len(slots)
-        if not self.record or not len(slots):
+        """1. for one set of slots, of one layer or (None) of all."""
+        self.n_tied, self.n_scored = self.n_tied + choice.n_tied, self.n_scored + choice.n_scored
+        self.n_evicted = self.n_evicted + choice.leaves.sum()
+        if not self.record:
             return
+        rows, heads, _ = (index.cpu().numpy() for index in choice.leaves.nonzero(as_tuple=True))
         pos = held[choice.leaves].cpu().numpy()
-        seen = ledger.n_own.cpu().numpy() if ledger.n_own is not None else np.zeros(1)
         self.parts.append(
             {
                 "step": ledger.step,
                 "row": rows,
-                "layer": ALL if shared_by_all else group[0],
+                "layer": ALL if layer is None else layer,
                 "kv_head": heads if held.shape[1] > 1 else ALL,
                 "pos": pos,
                 "event": "evict",
                 "score": scores[choice.leaves].cpu().numpy(),
-                "tenure": seen[rows] - pos,
+                "tenure": ledger.n_own.cpu().numpy()[rows] - pos,
             }
         )
 
@@ -138,13 +131,13 @@ def of(run: Run) -> Report:
         raise InputError("no forward pass has gone through this run yet", "generate first, then ask for the report")
     layers = [layer for layer in cache.layers if isinstance(layer, HeldLayer)]
     one = budget.token_bytes(run.model, run.layers)
-    rows = ledger.n_own.shape[0] if ledger.n_own is not None else 0
-    limits = budget.budgets(run.policy, run.tokens, ledger.n_prompt, run.layers) if ledger.n_prompt is not None else []
-    claimed = sum(float(limit.double().mean()) for limit in limits) / max(len(limits), 1)
+    rows = len(ledger.n_own)
+    limits = budget.budgets(run.policy, run.tokens, ledger.n_prompt, run.layers)
+    claimed = sum(float(limit.double().mean()) for limit in limits) / len(limits)
     return Report(
         n_passes=log.n_passes,
         n_evictions=log.n_evictions,
-        n_evicted=log.n_evicted,
+        n_evicted=int(log.n_evicted),
         most_held=log.most_held,
         most_in_pass=log.most_in_pass,
         kept={i: [[[p for p in h if p >= 0] for h in r] for r in ledger.set_of(i).tolist()] for i in run.layers},
@@ -153,7 +146,7 @@ def of(run: Run) -> Report:
         side_bytes=storage_bytes(ledger.tensors()),
         physical_bytes=storage_bytes(all_tensors(cache)),
         claimed_bytes=int(rows * min(claimed, layers[0].n_seen) * one),
-        tie_rate=log.n_tied / log.n_scored if log.n_scored else 0.0,
+        tie_rate=float(log.n_tied / log.n_scored) if log.n_scored else 0.0,
         scoring_seconds=log.scoring_seconds,
         evicting_seconds=log.evicting_seconds,
     )

@@ -100,12 +100,11 @@ def _rebuilt(run: Run, meta: dict[str, Any], found: dict[str, Tensor]) -> Cache:
     """3."""
     cache = DynamicCache(config=run.model.decoder.config)
     skeleton = run.scorer.init(run.facts)
-    state = mapped(skeleton, lambda name, leaf: found.get(name, leaf))
-    ledger = Ledger(run.scorer, state, run.layers, weakref.ref(run))
+    state = mapped(skeleton, found.get)
+    ledger = Ledger(run.scorer, state, run.layers, weakref.ref(run), found["n_own"], found["n_prompt"])
     adopt(cache, ledger, run.model)
     n_sets = sum(name.startswith("positions.") for name in found)
     ledger.sets = [found[f"positions.{number}"] for number in range(n_sets)]
-    ledger.n_own, ledger.n_prompt = found["n_own"], found["n_prompt"]
     for name in _COUNTS:
         setattr(ledger, name, type(getattr(ledger, name))(meta[name]))
     for index, numbers in enumerate(meta["layers"]):

@@ -37,9 +37,8 @@ class Frozen:
         if self.positions is None or self.numbers is None:
             return views.positions.new_full(views.positions.shape, torch.nan, dtype=torch.float32)
         known, numbers = self.positions[views.rows], self.numbers[views.rows]
-        if known.shape == views.positions[:, 0].shape and views.positions.shape[1] == 1:
-            if torch.equal(known, views.positions[:, 0]):  # every layer keeps the same tokens: nothing to look for
-                return numbers[:, None]
+        if views.positions.shape[1] == 1 and torch.equal(known, views.positions[:, 0]):
+            return numbers[:, None].masked_fill(views.positions == EMPTY, torch.nan)  # nothing to look for
         place = _places(known, views.positions)
         found = known.gather(1, place.flatten(1)).view_as(place) == views.positions
         values = numbers.gather(1, place.flatten(1)).view_as(place)
@@ -61,7 +60,7 @@ class Frozen:
         return Frozen(positions, self.numbers.gather(1, order))
 
 
-def _places(known: Int[Tensor, "batch tokens"], wanted: Tensor) -> Int[Tensor, "batch *slots"]:
+def _places(known: Int[Tensor, "batch tokens"], wanted: Int[Tensor, "batch *slots"]) -> Int[Tensor, "batch *slots"]:  # noqa: F821 (axes, not names)
     """Where each wanted position stands among the known, or somewhere else in the row if it does not."""
     # an empty place lies on the left or inside; with what is known so far in its place the row still rises
     rising = known.cummax(-1).values

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
-import torch
 from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
@@ -151,11 +150,4 @@ def rows_of(state: State, index: Int[Tensor, " rows"]) -> State:
 def select(state: State, kept: Kept) -> State:
     """The state after an eviction; a state that remembers nothing of single tokens has no `select` and stays."""
     follow = getattr(state, "select", None)
-    return state if follow is None else follow(kept)  # type: ignore[no-any-return]
-
-
-def all_layers(
-    layers: Sequence[int], states: Mapping[int, Float[Tensor, "batch kv_head new d_head"]]
-) -> Float[Tensor, "batch layers_heads new d_head"]:
-    """The heads of these layers beside one another."""
-    return torch.cat([states[layer] for layer in layers], 1)
+    return state if follow is None else follow(kept)

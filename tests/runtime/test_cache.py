@@ -178,7 +178,7 @@ def test_a_second_turn_goes_on_under_a_new_run(model: Model) -> None:
         ended = streamed_logits(model, ids[:, 30:], [15, *[1] * 5], first.cache)
     assert torch.equal(torch.cat([begun, ended], 1), expected)
     assert second.report().kept == whole.report().kept
-    with pytest.raises(InputError, match="go on under the same scorer|was scored by"), apply(policy("keynorm"), model):
+    with pytest.raises(InputError, match="was scored by"), apply(policy("keynorm"), model):
         streamed_logits(model, ids[:, :1], [1], first.cache)
 
 
@@ -188,7 +188,7 @@ def test_outside_a_policy_a_cache_is_right_or_says_so(model: Model, shape: str) 
     with apply(policy("keynorm", **shapes(model)[shape]), model) as run:
         streamed_logits(model, ids[:, :30], [30])
     if shape != "uniform":
-        with pytest.raises(InputError, match="outside kvlens.apply"):
+        with pytest.raises(InputError, match=r"outside kvlens\.apply"):
             streamed_logits(model, ids[:, 30:], [10], run.cache)
         return
     found = streamed_logits(model, ids[:, 30:], [4, 1, 5], run.cache)[0]

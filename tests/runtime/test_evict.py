@@ -20,7 +20,7 @@ TIES = st.sampled_from([0.0, 1.0, -1.0, math.inf, -math.inf, math.nan])
 def kept_by_hand(
     scores: list[float], positions: list[int], budget: int, sinks: int, recent: int, prompt: int
 ) -> list[int]:
-    """Positions that stay of one head of one row: protected ones, then unjudged ones, then by score, then by position."""
+    """Positions that stay of one head: protected ones, then unjudged ones, then by score, then by position."""
     n_own = max(positions, default=-1) + 1
     slots = [(p, s) for p, s in zip(positions, scores, strict=True) if p >= 0]
 

@@ -1,4 +1,4 @@
-"""An ordinary `generate` under a policy: positions, chunks, batches, stops, and all as before once the policy is gone."""
+"""An ordinary `generate` under a policy: positions, chunks, batches, stops, and all as before once it is gone."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_pitfall_25_other_caches_are_refused_by_name(model: Model, kind: str) ->
         cache = DynamicCache(config=model.decoder.config)
         with torch.no_grad():
             model.decoder(input_ids=ids, use_cache=True, **{cache_keyword(model): cache})
-    with pytest.raises((ModelRefused, InputError), match="StaticLayer|no policy has seen"), apply(policy(), model):
+    with pytest.raises((ModelRefused, InputError), match=r"StaticLayer|no policy has seen"), apply(policy(), model):
         written(model, torch.cat([ids, ids], 1), 2, **{cache_keyword(model): cache})
 
 

@@ -1,4 +1,4 @@
-"""Logits after eviction are those of the full cache with the evicted keys masked, in every way storage can be shaped."""
+"""Logits after eviction are those of the full cache with the evicted keys masked, however storage is shaped."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def scores_of(run: Run) -> dict[int, torch.Tensor]:
 
 
 def states(model: Model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Keys, values [layer, kv_head, pos, d_head] and the stream after every block [layer, pos, d_model], in one pass."""
+    """Keys, values [layer, kv_head, pos, d_head], the stream after every block [layer, pos, d_model], in one pass."""
     cache, hidden = models.new_cache(model), {}
     with torch.no_grad(), models.watch_blocks(model, lambda layer, out: hidden.__setitem__(layer, out[0])):
         models.logits(model, ids, cache=cache)
@@ -263,7 +263,7 @@ def test_a_state_is_walked_whatever_its_class() -> None:
     assert moved.frozen.numbers.tolist() == [[3.0], [3.0], [2.0]]
     assert (moved.number, moved.rows.tolist()) == (3, [6, 6, 5])
     by_name = dict(tensors(state))
-    again = mapped(Outer(3), lambda name, leaf: by_name.get(name, leaf))
+    again = mapped(Outer(3), by_name.get)
     assert again.frozen.positions is state.frozen.positions
     assert again.number == 3
 
@@ -285,7 +285,7 @@ def test_frozen_numbers_are_found_and_dropped_like_in_a_dict(data: st.DataObject
                     rows[row][n_own[row]] = float(numbers[row, column].float())
                     n_own[row] += 1
         state = state.append(positions, numbers)
-        wide = max(1, max(n_own))
+        wide = max(1, *n_own)
         asked = torch.tensor(
             [[data.draw(st.lists(st.integers(-1, wide), min_size=wide, max_size=wide)) for _ in range(2)] for _ in rows]
         )

@@ -20,6 +20,8 @@ _PUBLIC = {
     "signals": "kvlens.discover.ranking:signals",
     "compare_labels": "kvlens.discover.agreement:compare_labels",
     "ceilings": "kvlens.studies.ceilings:ceilings",
+    "apply": "kvlens.runtime.apply:apply",
+    "Policy": "kvlens.policy:Policy",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",
     "models": "kvlens.cached:cached_models",

@@ -66,6 +66,23 @@ def test_pitfall_15_padding_is_evicted_first_and_changes_nothing(name: str, shap
             torch.testing.assert_close(found[row, -len(tokens) :], expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("shape", ["uniform", "heads apart", "ragged"])
+def test_padding_between_two_turns_is_no_token_either(shape: str) -> None:
+    model, ids = family("llama"), token_ids(44, batch=2)
+    own = torch.ones_like(ids)
+    own[0, :6], own[0, 24:29], own[1, 22:24] = 0, 0, 0
+    for chunks in ([20, *[1] * 2, 12, *[1] * 10], [20, 5, 5, 5, *[1] * 9]):
+        with apply(policy(**SHAPES[shape](model)), model) as run:
+            found = streamed_logits(model, ids, chunks, own=own)
+        events, cached = run.events(), run.report().kept
+        for row in range(2):
+            real = own[row].bool()
+            steps = step_of_each(chunks)[real]
+            expected = masked_logits(model, ids[row, real], events[events.row == row], steps)
+            torch.testing.assert_close(found[row, real], expected, atol=TOLERANCE, rtol=0)
+            assert max(cached[0][row][0]) == int(real.sum()) - 1
+
+
 def test_pitfall_16_rows_do_not_share_what_they_keep() -> None:
     model = family("llama")
     ids, own, rows = padded([22, 9, 17], 12)

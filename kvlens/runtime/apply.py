@@ -39,7 +39,7 @@ from kvlens.runtime import attention, budget, report, saved
 from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.refresh import refresh
-from kvlens.scorers.interface import HIDDEN, KEYS, VALUES, Facts, Seen
+from kvlens.scorers.interface import HIDDEN, KEYS, QUERIES, VALUES, Facts, Seen
 
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 
@@ -55,6 +55,8 @@ class _Pass:
     evicted: bool
     hidden: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[int, Tensor | None] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    scaling: float = 1.0
 
     @property
     def n_new(self) -> int:
@@ -79,7 +81,7 @@ class Run:
         self.cache: Cache | None = None
         self.active = False
         self._pass: _Pass | None = None
-        _check_table(policy, model)
+        budget.check_table(policy, model)
 
     def events(self) -> pd.DataFrame:
         """What left, when, from where and with which score; the columns of CONTRACTS' events.parquet and `row`."""
@@ -163,12 +165,15 @@ class Run:
     def attend(
         self, layer: int, own: Callable[[], Tensor], query: Tensor, _: Tensor, __: Tensor, keywords: Mapping[str, Any]
     ) -> Tensor:
-        """What runs as attention where storage is ragged: heads of different lengths one by one, else the backend."""
+        """What runs as attention where that is needed: queries are noted, ragged heads attend one by one."""
         now = self._pass
-        held = None if now is None else now.cache.layers[layer]
-        if now is None or not isinstance(held, RaggedLayer):
+        if now is None or layer not in self.layers:
             return own()
-        return attend(held, query, keywords, now.own)
+        if QUERIES in self.scorer.needs:
+            first = max(0, query.shape[2] - self.scorer.n_queries)
+            now.queries[layer], now.scaling = query[:, :, first:].clone(), float(keywords["scaling"])
+        held = now.cache.layers[layer]
+        return attend(held, query, keywords, now.own) if isinstance(held, RaggedLayer) else own()
 
     # 4. and 5.
 
@@ -208,7 +213,7 @@ class Run:
         for name in self.scorer.needs & {KEYS, VALUES}:
             new[name] = {index: getattr(now.cache.layers[index], f"new_{name}") for index in self.layers}
         hidden = now.hidden if HIDDEN in self.scorer.needs else {}
-        seen = Seen(now.positions, ledger.in_prompt, new[KEYS], new[VALUES], hidden)
+        seen = Seen(now.positions, ledger.in_prompt, new[KEYS], new[VALUES], hidden, now.queries, now.scaling)
         ledger.state = self.scorer.observe(ledger.state, seen)
         for index in self.layers:
             now.cache.layers[index].forget_new()
@@ -233,20 +238,6 @@ def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
     return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
 
 
-def _check_table(policy: Policy, model: Model) -> None:
-    """Raise InputError for a table of budgets that is not this model's."""
-    table = policy.allocate.table
-    if table is None:
-        return
-    shape = {len(table), *(len(row) for row in table)}
-    if len(table) != model.n_layers or any(len(row) != model.n_kv_heads for row in table):
-        raise InputError(
-            f"allocate.table of sizes {sorted(shape)}: {model.name} has {model.n_layers} layers of "
-            f"{model.n_kv_heads} KV heads",
-            "give one row a layer and one number a KV head",
-        )
-
-
 @contextmanager
 def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
     """Within it the model generates under the policy; `model` is a kvlens Model or one of transformers.
@@ -257,6 +248,8 @@ def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
     Raises: ModelRefused for a model without full-attention layers or with layers that hold no keys and values;
         InputError, at the forward pass, for a cache or a prompt that the policy cannot work with.
     """
+    if not isinstance(policy, Policy):
+        raise InputError(f"a {type(policy).__name__} is no policy", "give a kvlens.Policy")
     with ExitStack() as stack:
         wrapped = model if isinstance(model, Model) else stack.enter_context(_looked_over(model))
         run = Run(policy, wrapped, record=record)
@@ -275,7 +268,7 @@ def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
         for block in sorted(set(run.scorer.hidden_layers(run.facts))):
             stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
         stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
-        if policy.storage == "ragged":
+        if policy.storage == "ragged" or QUERIES in run.scorer.needs:
             stack.enter_context(around_attention(wrapped, run.attend))
         yield run
 

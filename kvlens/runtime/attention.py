@@ -73,4 +73,4 @@ def with_mask(module: nn.Module, kwargs: dict[str, Any], mask: Tensor | None) ->
     """The keywords of an attention module's call with this mask in them."""
     if "attention_mask" not in kwargs:
         raise ModelRefused(f"{type(module).__name__} takes its mask in a way that policies do not know")
-    return kwargs | {"attention_mask": mask}
+    return kwargs | {"attention_mask": mask if mask is None else mask.to(next(module.parameters()).device)}

@@ -47,6 +47,20 @@ def fixed_tokens(policy: Policy, model: Model, layers: tuple[int, ...]) -> int |
     return tokens
 
 
+def check_table(policy: Policy, model: Model) -> None:
+    """Raise InputError for a table of budgets that is not this model's."""
+    table = policy.allocate.table
+    if table is None:
+        return
+    shape = {len(table), *(len(row) for row in table)}
+    if len(table) != model.n_layers or any(len(row) != model.n_kv_heads for row in table):
+        raise InputError(
+            f"allocate.table of sizes {sorted(shape)}: {model.name} has {model.n_layers} layers of "
+            f"{model.n_kv_heads} KV heads",
+            "give one row a layer and one number a KV head",
+        )
+
+
 def fraction_tokens(fraction: float, n_prompt: int, least: int = 1) -> int:
     """3. for one row."""
     return max(1, least, math.floor(Fraction(repr(fraction)) * n_prompt))

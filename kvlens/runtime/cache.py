@@ -172,6 +172,7 @@ class HeldLayer(DynamicLayer):
         """Keep these slots, in this order, in storage of exactly their size."""
         for part in range(2):
             held = (self.keys, self.values)[part]
+            index = index.to(held.device)
             if held.shape[0] == index.shape[1] == 1:
                 kept = held.index_select(2, index[0, 0])
             else:

@@ -58,7 +58,7 @@ def refresh(policy: Policy, cache: Cache, ledger: Ledger, limits: list[Int[Tenso
     # 6.
     ledger.sets = [choice.positions for choice in choices]
     ledger.holes = any(bool((positions == EMPTY).any()) for positions in ledger.sets)
-    ledger.state = select(ledger.state, Kept(ledger.sets))
+    ledger.state = select(ledger.state, Kept(ledger.sets, [choice.index for choice in choices]))
     log.evicting_seconds += perf_counter() - started
     log.n_evictions += 1
 
@@ -71,7 +71,7 @@ def _scores(
     n_kv_heads = cache.layers[group[0]].n_kv_heads
     total: Tensor | float = 0.0
     for index in asked:
-        scores = _of_layer(ledger, cache.layers[index], held)
+        scores = _of_layer(ledger, cache.layers[index], held).to(held.device)
         total = total + (scores if policy.reduce == "head" else scores.mean(1, keepdim=True))
     mean = torch.as_tensor(total) / len(asked)
     return mean.expand(-1, n_kv_heads, -1) if policy.reduce == "head" else mean

@@ -65,8 +65,9 @@ class HiddenChange(Plain):
 
     def observe(self, state: Moved, seen: Seen) -> Moved:
         """1. to 3. for the new tokens."""
-        changes = torch.stack([seen.hidden[block] for block in state.blocks], 1)  # [batch, 2, new, d_model]
-        last, changes = hidden_change.step(state.last, changes)
+        device = seen.positions.device
+        hidden = torch.stack([seen.hidden[block].to(device) for block in state.blocks], 1)  # [batch, 2, new, d_model]
+        last, changes = hidden_change.step(state.last, hidden)
         before = seen.positions.roll(1, -1)
         before[:, 0] = EMPTY if state.last_position is None else state.last_position
         changes = changes.masked_fill(((seen.positions == EMPTY) | (before == EMPTY))[:, None], torch.nan)

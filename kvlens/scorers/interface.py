@@ -7,8 +7,8 @@
 4. `state.select(kept)` follows an eviction: what the state remembers of tokens that no layer holds any more, goes.
 
 A scorer sees what it says it `needs` and nothing else. A state is a frozen dataclass of tensors (None before the first
-token), numbers and other such dataclasses; every tensor in it has the batch in front. So its bytes can be counted, its
-rows reordered and its tensors saved without the scorer's help, and nothing is left on a module.
+token), numbers, and tuples and dataclasses of those; every tensor in it has the batch in front. So its bytes can be
+counted, its rows reordered and its tensors saved without the scorer's help, and nothing is left on a module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-KEYS, VALUES, HIDDEN = "keys", "values", "hidden"
+KEYS, VALUES, HIDDEN, QUERIES = "keys", "values", "hidden", "queries"
 State = TypeVar("State")
 # What parameters are of; `table.make` holds them to it.
 Window = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -44,8 +44,9 @@ class Facts:
 class Seen:
     """The new tokens of one forward pass.
 
-    `positions` count a row's own tokens from 0; -1 is padding. `keys`, `values` (as stored) and `hidden` (the residual
-    stream after a block) are by layer; a scorer finds there what it needs, and of hidden states the layers it names.
+    `positions` count a row's own tokens from 0; -1 is padding. `keys`, `values` (as stored), `hidden` (the residual
+    stream after a block) and `queries` (rotated, of the last `n_queries` new tokens; attention multiplies them by
+    `scaling`) are by layer; a scorer finds there what it needs, and of hidden states the layers it names.
     """
 
     positions: Int[Tensor, "batch new"]
@@ -53,6 +54,8 @@ class Seen:
     keys: Mapping[int, Float[Tensor, "batch kv_head new d_head"]] = field(default_factory=dict)
     values: Mapping[int, Float[Tensor, "batch kv_head new d_head"]] = field(default_factory=dict)
     hidden: Mapping[int, Float[Tensor, "batch new d_model"]] = field(default_factory=dict)
+    queries: Mapping[int, Float[Tensor, "batch head last d_head"]] = field(default_factory=dict)
+    scaling: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,13 @@ class Views:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is left after an eviction: the positions held, one tensor for each set of tokens kept together."""
+    """What is left after an eviction, for each set of tokens kept together: one for all managed layers, or one a layer.
+
+    `positions` are those held (-1: filling), `index` says in which slots they stood before.
+    """
 
     positions: Sequence[Int[Tensor, "batch heads _"]]
+    index: Sequence[Int[Tensor, "batch heads _"]] = ()
 
 
 @runtime_checkable
@@ -84,7 +91,11 @@ class Scorer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `observe` reads: of `keys`, `values`, `hidden`."""
+        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`."""
+
+    @property
+    def n_queries(self) -> int:
+        """Of how many of the last new tokens `observe` reads the queries."""
 
     @property
     def per_layer(self) -> bool:
@@ -107,6 +118,7 @@ class Plain:
     """What most scorers say: no need of anything, no state, the same worth in every layer."""
 
     needs: frozenset[str] = frozenset()
+    n_queries = 0
     per_layer = False
 
     def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
@@ -129,6 +141,9 @@ def tensors(state: Any, name: str = "state") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a state with the path that leads to it."""
     if isinstance(state, Tensor):
         yield name, state
+    elif isinstance(state, tuple):
+        for number, part in enumerate(state):
+            yield from tensors(part, f"{name}.{number}")
     elif is_dataclass(state):
         for part in fields(state):
             yield from tensors(getattr(state, part.name), f"{name}.{part.name}")
@@ -139,6 +154,8 @@ def mapped(state: State, change: Callable[[str, Any], Any], name: str = "state")
     if is_dataclass(state) and not isinstance(state, type):
         parts = {p.name: mapped(getattr(state, p.name), change, f"{name}.{p.name}") for p in fields(state)}
         return replace(state, **parts)
+    if isinstance(state, tuple):
+        return tuple(mapped(part, change, f"{name}.{i}") for i, part in enumerate(state))  # type: ignore[return-value]
     return change(name, state)  # type: ignore[no-any-return]
 
 

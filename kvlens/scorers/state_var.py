@@ -52,8 +52,8 @@ class _StateVar(Plain):
 
     def observe(self, state: Rolled, seen: Seen) -> Rolled:
         """1. to 3. for the new tokens."""
-        states = seen.keys if self.what == KEYS else seen.values
-        variance = torch.stack([deviation(rows).square().mean(1) for rows in states.values()]).mean(0)
+        states, device = seen.keys if self.what == KEYS else seen.values, seen.positions.device
+        variance = torch.stack([deviation(rows).square().mean(1).to(device) for rows in states.values()]).mean(0)
         trailing, means = rolling.mean(state.trailing, variance.masked_fill(seen.positions == EMPTY, torch.nan))
         return Rolled(trailing, state.frozen.append(seen.positions, means))
 

@@ -19,10 +19,23 @@ from kvlens.errors import InputError
 from kvlens.model import Model
 from kvlens.observables import hidden_change, rolling
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import ledger_of
+from kvlens.runtime.cache import ledger_of, storage_bytes
 from kvlens.scorers import table
 from kvlens.scorers.frozen import Frozen
-from kvlens.scorers.interface import Facts, Kept, Views, mapped, rows_of, tensors
+from kvlens.scorers.interface import (
+    HIDDEN,
+    KEYS,
+    QUERIES,
+    VALUES,
+    Facts,
+    Kept,
+    Plain,
+    Seen,
+    Views,
+    mapped,
+    rows_of,
+    tensors,
+)
 
 FACTS = Facts(n_layers=3, n_heads=4, n_kv_heads=2, d_head=8, layers=(0, 1, 2))
 
@@ -244,6 +257,70 @@ def test_scorers_are_values(name: str) -> None:
     assert scorer == table.make(name, {})
     assert hash(scorer) == hash(table.make(name, {}))
     assert not [name for name, _ in tensors(scorer.init(FACTS))]
+
+
+# What an observer is shown
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What came, pass by pass."""
+
+    passes: tuple[Any, ...] = ()
+    slots: tuple[Any, ...] = ()
+
+    def select(self, kept: Kept) -> Noted:
+        return Noted(self.passes, (*self.slots, *kept.index))
+
+
+@dataclass(frozen=True)
+class Notes(Plain):
+    """A scorer that keeps the recent ones and notes all it is shown."""
+
+    needs = frozenset({KEYS, VALUES, HIDDEN, QUERIES})
+    n_queries = 3
+
+    def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
+        return (1,)
+
+    def init(self, facts: Facts) -> Noted:
+        return Noted()
+
+    def observe(self, state: Noted, seen: Seen) -> Noted:
+        return Noted((*state.passes, (seen.keys[2], seen.values[0], seen.hidden[1], seen.queries[2])), state.slots)
+
+    def score(self, state: Noted, views: Views) -> torch.Tensor:
+        return views.positions.float()
+
+
+@pytest.mark.parametrize("shape", ["uniform", "ragged"])
+def test_an_observer_is_shown_what_it_needs(model: Model, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    monkeypatch.setitem(table.TABLE, "notes", Notes)
+    ids, asked = token_ids(30), []
+    chunks = [12, 8, *[1] * 10]
+    more = {"storage": "ragged", **uneven(model)} if shape == "ragged" else {}
+    with apply(policy("notes", tokens=15, **more), model) as run:
+        found = streamed_logits(model, ids, chunks)
+    state = ledger_of(run.cache).state
+    keys, values, hidden, queries = zip(*state.passes, strict=True)
+    assert [part.shape[2] for part in queries] == [3, 3, *[1] * 10]
+    assert torch.cat(keys, 2).shape == torch.cat(values, 2).shape == (1, 2, 30, 8)
+    assert torch.cat(hidden, 1).shape == (1, 30, 32)
+    assert len(state.slots) > 0
+    assert storage_bytes(tensors(state)) > 30 * 32 * 4  # a tuple's tensors count too
+
+    def note(layer: int, own: Any, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        if layer == 2:
+            asked.append(query)
+        return own()
+
+    # the first two passes saw all there was, so the plain model asks the same
+    with torch.no_grad(), models.around_attention(model, note):
+        plain = models.logits(model, ids[:, :12])
+    torch.testing.assert_close(found[:, :12], plain, atol=1e-4, rtol=0)
+    torch.testing.assert_close(queries[0], asked[0][:, :, 9:12], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(keys[0], states(model, ids[:, :12])["keys"][None, 2], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden[0], states(model, ids[:, :12])["hidden"][None, 1], atol=1e-4, rtol=1e-4)
 
 
 # States

@@ -21,6 +21,8 @@ _PUBLIC = {
     "compare_labels": "kvlens.discover.agreement:compare_labels",
     "ceilings": "kvlens.studies.ceilings:ceilings",
     "surprise": "kvlens.probe.surprise:surprise",
+    "apply": "kvlens.runtime.apply:apply",
+    "Policy": "kvlens.policy:Policy",
     "inspect": "kvlens.reporting:inspect",
     "doctor": "kvlens.model:doctor_facts",
     "models": "kvlens.cached:cached_models",

@@ -59,6 +59,11 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     for option in (*TRACES.split(), "out", "prompts"):
         usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
         found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)
+    found["apply policy"] = lambda value: kvlens.apply(value, model).__enter__()
+    random = {"scorer": {"name": "random"}, "budget": {"tokens": 9}}
+    found["apply model"] = lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__()
+    for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
+        found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
     for option in ("html", "trace", "n"):
         found[f"inspect {option}"] = by_name(partial(kvlens.inspect, run), option)
     return found | {"inspect run": kvlens.inspect, "load": kvlens.load, "show": partial(kvlens.show, run)}

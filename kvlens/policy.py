@@ -1,0 +1,147 @@
+"""What does an eviction policy say? All that decides which cached tokens leave.
+
+1. `Policy` holds a scorer's name and parameters and, apart from them, what is protected, when eviction happens, how
+   many tokens stay, in which pieces they leave and how their storage is shaped. Names are those of the policy file.
+2. It is checked when it is made: unknown names, wrong types, and what cannot be kept (a budget below what is
+   protected) are refused as an InputError.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvlens.errors import InputError
+from kvlens.scorers import table
+from kvlens.scorers.interface import Scorer
+
+Count = Annotated[int, Field(ge=0, le=2**40)]
+Positive = Annotated[int, Field(ge=1, le=2**40)]
+HeadBudgets = Annotated[tuple[Positive, ...], Field(strict=False)]  # a list will do
+TRIGGER = re.compile(r"prefill|step|every:([1-9][0-9]{0,9})")
+
+
+class _Part(BaseModel):
+    """Frozen, strict, no unknown field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise refusal(error) from error
+
+
+class ScorerChoice(_Part):
+    """Which method scores, with its parameters."""
+
+    name: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    def make(self) -> Scorer:
+        """The scorer itself."""
+        return table.make(self.name, self.parameters)
+
+
+class Protect(_Part):
+    """What never leaves: the first `sinks` tokens of a row, its last `recent` ones, its `prompt`."""
+
+    sinks: Count = 4
+    prompt: bool = False
+    recent: Count = 0
+
+
+class Granularity(_Part):
+    """In which pieces tokens leave: one by one, or pages of `page_size` positions that leave only as a whole."""
+
+    unit: Literal["token", "page"] = "token"
+    page_size: Positive = 16
+
+
+class Allocate(_Part):
+    """How many tokens each (layer, KV head) keeps: the budget everywhere, or what `table[layer][kv_head]` says."""
+
+    name: Literal["uniform", "table"] = "uniform"
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    table: Annotated[tuple[HeadBudgets, ...], Field(strict=False)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Allocate:
+        if (self.table is None) != (self.name == "uniform"):
+            raise ValueError("`table` belongs to allocate.name 'table', and only there")
+        return self
+
+
+class Budget(_Part):
+    """How much stays, sinks, prompt and recent tokens included: exactly one of the three.
+
+    `tokens` per KV head; `bytes` of keys and values a row of the batch takes in all managed layers; `keep_fraction` of
+    the tokens of a row's prompt.
+    """
+
+    tokens: Positive | None = None
+    bytes: Positive | None = None
+    keep_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Budget:
+        given = [name for name in ("tokens", "bytes", "keep_fraction") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a budget is one of tokens, bytes and keep_fraction, not {given or 'none of them'}")
+        return self
+
+
+class Policy(_Part):
+    """One way to keep a cache within a budget while a model generates."""
+
+    scorer: ScorerChoice
+    budget: Budget
+    protect: Protect = Protect()
+    trigger: str = "every:128"
+    granularity: Granularity = Granularity()
+    reduce: Literal["all", "layer", "head"] = "all"
+    positions: Literal["absolute"] = "absolute"
+    storage: Literal["ragged", "padded", "uniform_cap"] = "padded"
+    allocate: Allocate = Allocate()
+
+    @model_validator(mode="after")
+    def _check(self) -> Policy:
+        if TRIGGER.fullmatch(self.trigger) is None:
+            raise ValueError(f"trigger {self.trigger!r:.40} is none of prefill, step, every:H with H tokens")
+        fixed = self.protect.sinks + self.protect.recent
+        least = self.budget.tokens
+        if self.allocate.table is not None:
+            least = min(min(row, default=0) for row in self.allocate.table) if self.allocate.table else 0
+            if self.reduce == "all":
+                raise ValueError(
+                    "with reduce 'all' every head keeps the same tokens: allocate.table needs layer or head"
+                )
+            if self.reduce == "layer" and any(len(set(row)) > 1 for row in self.allocate.table):
+                raise ValueError("with reduce 'layer' the heads of a layer keep the same tokens: their budgets differ")
+        if least is not None and fixed > least:
+            raise ValueError(
+                f"sinks {self.protect.sinks} + recent {self.protect.recent} do not fit "
+                f"into {least} tokens: they count inside the budget"
+            )
+        scorer = self.scorer.make()
+        if getattr(scorer, "score_prompt", True) is False and not self.protect.prompt:
+            raise ValueError(f"scorer {self.scorer.name} with score_prompt off needs protect.prompt")
+        return self
+
+    @property
+    def every(self) -> int | None:
+        """H of `every:H`, in tokens; 1 for `step`; None for `prefill`."""
+        found = TRIGGER.fullmatch(self.trigger)
+        return None if self.trigger == "prefill" else int((found and found[1]) or 1)
+
+
+def refusal(error: ValidationError) -> InputError:
+    """What pydantic found first, as an error of kvlens."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ")
+    what = f": {first['input']!r:.80}" if where and first["type"] != "missing" else ""
+    return InputError(f"policy{' field ' + where if where else ''}{what}: {reason}", "see `kvlens export --help`")

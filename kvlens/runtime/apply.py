@@ -1,0 +1,289 @@
+"""How does an ordinary `model.generate(...)` keep to a policy?
+
+Within `with apply(policy, model) as run:` every forward pass of the model goes through these steps:
+
+1. The cache it came with, if empty, is adopted: full-attention layers become evicting ones (cache.py).
+2. The new tokens get their positions. Once a slot has left, managed layers get masks of their own (attention.py).
+3. The model runs; blocks that the scorer named hand over their output.
+4. The scorer observes the new tokens.
+5. If the trigger says so and more slots are held than the budget allows, tokens leave (refresh.py).
+
+Hooks on the model's own modules are all there is: nothing is patched, and leaving takes them away, after exceptions
+too. Runs nest; the innermost one adopts a new cache, and a cache goes on under the run that adopted it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvlens import forward
+from kvlens.attention import around_attention
+from kvlens.causal_lm import Model
+from kvlens.errors import InputError, ModelRefused
+from kvlens.policy import Policy
+from kvlens.runtime import attention, budget, report, saved
+from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
+from kvlens.runtime.ragged import RaggedLayer, attend
+from kvlens.runtime.refresh import refresh
+from kvlens.scorers.interface import HIDDEN, KEYS, QUERIES, VALUES, Facts, Seen
+
+CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+
+
+@dataclass
+class _Pass:
+    """One forward pass under way."""
+
+    ledger: Ledger
+    cache: Cache
+    positions: Int[Tensor, "batch new"]
+    own: Bool[Tensor, "batch new"] | None
+    evicted: bool
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[int, Tensor | None] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    scaling: float = 1.0
+
+    @property
+    def n_new(self) -> int:
+        return self.positions.shape[1]
+
+
+class Run:
+    """A policy at work on a model. `cache` is the last one it worked on, which may be given to the next generate."""
+
+    def __init__(self, policy: Policy, model: Model, *, record: bool = True) -> None:
+        self.policy, self.model = policy, model
+        self.scorer = policy.scorer.make()
+        self.layers = tuple(i for i, window in enumerate(model.sliding) if window is None)
+        if not self.layers:
+            raise ModelRefused(
+                f"{model.name}: every layer slides and forgets by itself, there is nothing for a policy to evict",
+                "use a model with full-attention layers",
+            )
+        self.facts = Facts(model.n_layers, model.n_heads, model.n_kv_heads, model.d_head, self.layers)
+        self.tokens = budget.fixed_tokens(policy, model, self.layers)
+        self.log = report.Log(record=record)
+        self.cache: Cache | None = None
+        self.active = False
+        self._pass: _Pass | None = None
+        budget.check_table(policy, model)
+
+    def events(self) -> pd.DataFrame:
+        """What left, when, from where and with which score; the columns of CONTRACTS' events.parquet and `row`."""
+        return self.log.events()
+
+    def report(self) -> report.Report:
+        """Evictions, tokens and bytes held, ties, and the time that scoring and evicting took."""
+        return report.of(self)
+
+    def save(self, path: str | Path) -> None:
+        """Nothing; the last cache is in the file `path`, safetensors, the scorer's state included."""
+        if self.cache is None:
+            raise InputError("no forward pass has gone through this run yet", "generate first, then save its cache")
+        saved.save(self, self.cache, path)
+
+    def load(self, path: str | Path) -> Cache:
+        """The cache of such a file, ready for `generate(..., past_key_values=cache)` under this run."""
+        return saved.load(self, path)
+
+    # 1. and 2.
+
+    def before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What runs before the model: the cache is adopted, the new tokens get positions."""
+        self._pass = None
+        name, cache = _cache_of(decoder, kwargs)
+        uses = kwargs.get("use_cache")
+        if cache is None and not (decoder.config.use_cache if uses is None else uses):
+            return None
+        if cache is None:
+            cache = DynamicCache(config=decoder.config)
+            kwargs = kwargs | {name: cache}
+        ledger = ledger_of(cache) if isinstance(cache, Cache) else None
+        if ledger is not None and ledger.owner() is not self:
+            owner = ledger.owner()
+            if owner is not None and owner.active:
+                return args, kwargs
+            self._take_over(ledger)
+        given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
+        batch, n_new = next(inputs for inputs in given if inputs is not None).shape[:2]
+        if ledger is None:
+            none = torch.zeros(batch, dtype=torch.long, device=self.model.device)
+            ledger = Ledger(self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self), none, none)
+            adopt(cache, ledger, self.model)
+        mask = kwargs.get("attention_mask")
+        positions, own = new_positions(ledger, mask, n_new)
+        layers = [cache.layers[index] for index in self.layers]
+        evicted = any(layer.n_seen != layer.n_held for layer in layers)
+        if evicted and isinstance(mask, Tensor) and mask.ndim == 4:
+            attention.check_given_mask(mask, ledger, layers[0].n_held + n_new)
+            evicted = False  # it covers what is held, and every layer holds the same
+        ledger.driven, ledger.own = True, own
+        self.cache, self._pass = cache, _Pass(ledger, cache, positions, own, evicted)
+        return args, kwargs
+
+    def _take_over(self, ledger: Ledger) -> None:
+        """Go on with a cache of a run that is over, whose scorer must be this one's: its statistics go on."""
+        if ledger.scorer != self.scorer:
+            raise InputError(
+                f"this cache was scored by {ledger.scorer!r:.120}, the policy now says {self.scorer!r:.120}",
+                "go on under the same scorer, or start a new cache",
+            )
+        ledger.owner = weakref.ref(self)
+
+    def see_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What runs before each managed attention layer: its mask, once a slot has left."""
+        now = self._pass
+        if now is None or not now.evicted or isinstance(now.cache.layers[layer], RaggedLayer):
+            return None
+        key = 0 if len(now.ledger.sets) == 1 else layer
+        if key not in now.masks:
+            now.masks[key] = attention.layer_mask(self.model, now.ledger, layer, now.n_new, now.own)
+        return args, attention.with_mask(module, kwargs, now.masks[key])
+
+    # 3.
+
+    def see_block(self, block: int, _: nn.Module, __: Any, output: Any) -> None:
+        """What runs after a block that the scorer named."""
+        if self._pass is not None:
+            self._pass.hidden[block] = output[0] if isinstance(output, tuple) else output
+
+    def attend(
+        self, layer: int, own: Callable[[], Tensor], query: Tensor, _: Tensor, __: Tensor, keywords: Mapping[str, Any]
+    ) -> Tensor:
+        """What runs as attention where that is needed: queries are noted, ragged heads attend one by one."""
+        now = self._pass
+        if now is None or layer not in self.layers:
+            return own()
+        if QUERIES in self.scorer.needs:
+            first = max(0, query.shape[2] - self.scorer.n_queries)
+            now.queries[layer], now.scaling = query[:, :, first:].clone(), float(keywords["scaling"])
+        held = now.cache.layers[layer]
+        return attend(held, query, keywords, now.own) if isinstance(held, RaggedLayer) else own()
+
+    # 4. and 5.
+
+    def after(self, _: nn.Module, __: Any, output: Any) -> None:
+        """What runs after the model: the scorer observes, slots leave."""
+        now, self._pass = self._pass, None
+        if now is None:
+            return
+        now.ledger.driven, now.ledger.own = False, None
+        if output is None:  # the model raised, and its layers may hold different tokens
+            now.ledger.broken = True
+            return
+        now.ledger.broken = True
+        with torch.no_grad():
+            self._take_in(now)
+            n_before = self._most_held(now.cache)
+            if self._due(now):
+                limits = budget.budgets(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
+                refresh(self.policy, now.cache, now.ledger, limits, self.log)
+        now.ledger.broken = False
+        now.ledger.step += 1
+        self.log.hold(n_before, self._most_held(now.cache))
+
+    def _most_held(self, cache: Cache) -> int:
+        return max(cache.layers[index].n_held for index in self.layers)
+
+    def _take_in(self, now: _Pass) -> None:
+        """4."""
+        ledger, first = now.ledger, not now.ledger.sets
+        ledger.in_prompt &= first or now.n_new > 1
+        ledger.append(now.positions, padded=now.own is not None)
+        ledger.n_own = now.positions.max(-1).values.add(1).maximum(ledger.n_own)
+        if ledger.in_prompt:
+            ledger.n_prompt = ledger.n_own
+        started = perf_counter()
+        new = {KEYS: {}, VALUES: {}}  # type: ignore[var-annotated]
+        for name in self.scorer.needs & {KEYS, VALUES}:
+            new[name] = {index: getattr(now.cache.layers[index], f"new_{name}") for index in self.layers}
+        hidden = now.hidden if HIDDEN in self.scorer.needs else {}
+        seen = Seen(now.positions, ledger.in_prompt, new[KEYS], new[VALUES], hidden, now.queries, now.scaling)
+        ledger.state = self.scorer.observe(ledger.state, seen)
+        for index in self.layers:
+            now.cache.layers[index].forget_new()
+        self.log.scoring_seconds += perf_counter() - started
+
+    def _due(self, now: _Pass) -> bool:
+        """Whether the trigger asks for an eviction after this pass."""
+        ledger = now.ledger
+        if self.policy.every is None:
+            return ledger.in_prompt or now.n_new > 1
+        ledger.since += now.n_new
+        due = ledger.since >= self.policy.every
+        ledger.since = 0 if due else ledger.since
+        return due
+
+
+def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    """Under which keyword the decoder takes its cache, and what came under it."""
+    for name in CACHE_NAMES:
+        if name in kwargs:
+            return name, kwargs[name]
+    return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
+
+
+@contextmanager
+def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
+    """Within it the model generates under the policy; `model` is a kvlens Model or one of transformers.
+
+    Args:
+        record: keep what `run.events()` tells, about 16 bytes for each token and set of layers it left.
+
+    Raises: ModelRefused for a model without full-attention layers or with layers that hold no keys and values;
+        InputError, at the forward pass, for a cache or a prompt that the policy cannot work with.
+    """
+    if not isinstance(policy, Policy):
+        raise InputError(f"a {type(policy).__name__} is no policy", "give a kvlens.Policy")
+    with ExitStack() as stack:
+        wrapped = model if isinstance(model, Model) else stack.enter_context(_looked_over(model))
+        run = Run(policy, wrapped, record=record)
+        decoder, layers = wrapped.decoder, wrapped.layers
+
+        def undo(handle: Any) -> Callable[[], None]:
+            return handle.remove
+
+        stack.callback(setattr, run, "active", False)
+        run.active = True
+        stack.callback(undo(decoder.register_forward_pre_hook(run.before, with_kwargs=True, prepend=True)))
+        for index in run.layers:
+            hook = partial(run.see_layer, index)
+            stack.callback(undo(layers[index].register_forward_pre_hook(hook, with_kwargs=True)))
+        blocks = forward.blocks(wrapped) if HIDDEN in run.scorer.needs else []
+        for block in sorted(set(run.scorer.hidden_layers(run.facts))):
+            stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
+        stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
+        if policy.storage == "ragged" or QUERIES in run.scorer.needs:
+            stack.enter_context(around_attention(wrapped, run.attend))
+        yield run
+
+
+@contextmanager
+def _looked_over(hf_model: Any) -> Iterator[Model]:
+    """The model as kvlens sees it; training mode and gradients are put back after."""
+    training = getattr(hf_model, "training", False)
+    wanted = (
+        [weight for weight in hf_model.parameters() if weight.requires_grad] if hasattr(hf_model, "parameters") else []
+    )
+    try:
+        yield forward.wrap(hf_model, weights_hash="not-asked")
+    finally:
+        for weight in wanted:
+            weight.requires_grad_(True)
+        if training:
+            hf_model.train()

@@ -1,0 +1,87 @@
+"""How many tokens may stay? Tokens, bytes and fractions become one number, here and nowhere else.
+
+1. `tokens`: as given, for every KV head.
+2. `bytes`: of keys and values that one row of the batch may take in all managed layers, over what one token takes
+   there, rounded down.
+3. `keep_fraction`: of the row's prompt (of what is seen of it, while it comes in chunks), the fraction read as the
+   decimal number that was written, rounded down, but never below `sinks` + `recent` nor 1.
+4. `allocate.table` says it for each layer and KV head; with `storage: uniform_cap` no head gets more than the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.causal_lm import Model
+from kvlens.errors import InputError
+from kvlens.policy import Policy
+
+
+def token_bytes(model: Model, layers: tuple[int, ...]) -> int:
+    """Bytes that one token of one row takes: keys and values of every KV head of these layers."""
+    return 2 * len(layers) * model.n_kv_heads * model.d_head * model.dtype.itemsize
+
+
+def fixed_tokens(policy: Policy, model: Model, layers: tuple[int, ...]) -> int | None:
+    """1. and 2.: the budget in tokens per KV head; None where it depends on the prompt.
+
+    Raises: InputError for bytes that do not hold what is protected, or not one token.
+    """
+    if policy.budget.tokens is not None:
+        return policy.budget.tokens
+    if policy.budget.bytes is None:
+        return None
+    one = token_bytes(model, layers)
+    tokens = policy.budget.bytes // one
+    least = max(1, policy.protect.sinks + policy.protect.recent)
+    if tokens < least:
+        raise InputError(
+            f"a budget of {policy.budget.bytes:,} bytes holds {tokens} tokens of {one:,} bytes each: too few",
+            f"give at least {least * one:,} bytes",
+        )
+    return tokens
+
+
+def check_table(policy: Policy, model: Model) -> None:
+    """Raise InputError for a table of budgets that is not this model's."""
+    table = policy.allocate.table
+    if table is None:
+        return
+    shape = {len(table), *(len(row) for row in table)}
+    if len(table) != model.n_layers or any(len(row) != model.n_kv_heads for row in table):
+        raise InputError(
+            f"allocate.table of sizes {sorted(shape)}: {model.name} has {model.n_layers} layers of "
+            f"{model.n_kv_heads} KV heads",
+            "give one row a layer and one number a KV head",
+        )
+
+
+def fraction_tokens(fraction: float, n_prompt: int, least: int = 1) -> int:
+    """3. for one row."""
+    return max(1, least, math.floor(Fraction(repr(fraction)) * n_prompt))
+
+
+def budgets(
+    policy: Policy, tokens: int | None, n_prompt: Int[Tensor, " batch"], layers: tuple[int, ...]
+) -> list[Int[Tensor, "rows heads"]]:
+    """The budget of every set of tokens that are kept together: one for all layers, or one a layer."""
+    device = n_prompt.device
+    if policy.allocate.table is not None:
+        table = torch.tensor(policy.allocate.table, device=device)[list(layers)]
+        if policy.storage == "uniform_cap":
+            table = table.clamp(max=int(table.double().mean()))
+        if policy.reduce == "layer":
+            table = table[:, :1]
+        return [row[None] for row in table]
+    if tokens is not None:
+        one = torch.full((1, 1), tokens, device=device)
+    else:
+        fraction = policy.budget.keep_fraction or 1.0
+        least = policy.protect.sinks + policy.protect.recent
+        one = torch.tensor([[fraction_tokens(fraction, n, least)] for n in n_prompt.tolist()], device=device)
+    return [one] * (1 if policy.reduce == "all" else len(layers))

@@ -1,0 +1,170 @@
+"""What is a scorer? A frozen value that holds its parameters, and a state that whoever decodes carries along.
+
+1. `init(facts)` gives the state before the first token.
+2. `observe(state, seen)` takes in the new tokens of one forward pass, prompt chunk or decoded token alike.
+3. `score(state, views)` says what the tokens still held are worth, [batch, kv_head or 1, kept], float32 or wider,
+   higher = keep. NaN means "not judged yet": such a token is kept before every token that has a score.
+4. `state.select(kept)` follows an eviction: what the state remembers of tokens that no layer holds any more, goes.
+
+A scorer sees what it says it `needs` and nothing else. A state is a frozen dataclass of tensors (None before the first
+token), numbers, and tuples and dataclasses of those; every tensor in it has the batch in front. So its bytes can be
+counted, its rows reordered and its tensors saved without the scorer's help, and nothing is left on a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
+
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor
+
+KEYS, VALUES, HIDDEN, QUERIES = "keys", "values", "hidden", "queries"
+State = TypeVar("State")
+# What parameters are of; `table.make` holds them to it.
+Window = Annotated[int, Field(ge=1, le=1_000_000)]
+Depth = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a scorer may know of the model. `layers` are the managed ones: those with full attention."""
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The new tokens of one forward pass.
+
+    `positions` count a row's own tokens from 0; -1 is padding. `keys`, `values` (as stored), `hidden` (the residual
+    stream after a block) and `queries` (rotated, of the last `n_queries` new tokens; attention multiplies them by
+    `scaling`) are by layer; a scorer finds there what it needs, and of hidden states the layers it names.
+    """
+
+    positions: Int[Tensor, "batch new"]
+    in_prompt: bool
+    keys: Mapping[int, Float[Tensor, "batch kv_head new d_head"]] = field(default_factory=dict)
+    values: Mapping[int, Float[Tensor, "batch kv_head new d_head"]] = field(default_factory=dict)
+    hidden: Mapping[int, Float[Tensor, "batch new d_model"]] = field(default_factory=dict)
+    queries: Mapping[int, Float[Tensor, "batch head last d_head"]] = field(default_factory=dict)
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class Views:
+    """The slots of one layer that are to be scored, in the order of their positions; position -1 is an empty slot.
+
+    `rows` and `kv_heads` say which part of the batch and of the heads they are: all, or one where heads hold different
+    numbers of tokens.
+    """
+
+    layer: int
+    positions: Int[Tensor, "batch heads kept"]
+    keys: Float[Tensor, "batch kv_head kept d_head"]
+    values: Float[Tensor, "batch kv_head kept d_head"]
+    rows: slice = field(default_factory=lambda: slice(None))
+    kv_heads: slice = field(default_factory=lambda: slice(None))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is left after an eviction, for each set of tokens kept together: one for all managed layers, or one a layer.
+
+    `positions` are those held (-1: filling), `index` says in which slots they stood before.
+    """
+
+    positions: Sequence[Int[Tensor, "batch heads _"]]
+    index: Sequence[Int[Tensor, "batch heads _"]] = ()
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A method; its dataclass fields are its parameters."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`."""
+
+    @property
+    def n_queries(self) -> int:
+        """Of how many of the last new tokens `observe` reads the queries."""
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether a token is worth different things in different layers."""
+
+    def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
+        """The blocks whose output `observe` reads."""
+
+    def init(self, facts: Facts) -> Any:
+        """The state before the first token."""
+
+    def observe(self, state: Any, seen: Seen) -> Any:
+        """The state after these tokens."""
+
+    def score(self, state: Any, views: Views) -> Float[Tensor, "batch heads kept"]:
+        """What each slot is worth; what it says of an empty slot does not count."""
+
+
+class Plain:
+    """What most scorers say: no need of anything, no state, the same worth in every layer."""
+
+    needs: frozenset[str] = frozenset()
+    n_queries = 0
+    per_layer = False
+
+    def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def init(self, facts: Facts) -> Any:
+        """No state."""
+        return None
+
+    def observe(self, state: Any, seen: Seen) -> Any:
+        """The state as it is."""
+        return state
+
+
+# States, whatever scorer they are of
+
+
+def tensors(state: Any, name: str = "state") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a state with the path that leads to it."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, tuple):
+        for number, part in enumerate(state):
+            yield from tensors(part, f"{name}.{number}")
+    elif is_dataclass(state):
+        for part in fields(state):
+            yield from tensors(getattr(state, part.name), f"{name}.{part.name}")
+
+
+def mapped(state: State, change: Callable[[str, Any], Any], name: str = "state") -> State:
+    """The same state with `change(path, leaf)` in place of every leaf."""
+    if is_dataclass(state) and not isinstance(state, type):
+        parts = {p.name: mapped(getattr(state, p.name), change, f"{name}.{p.name}") for p in fields(state)}
+        return replace(state, **parts)
+    if isinstance(state, tuple):
+        return tuple(mapped(part, change, f"{name}.{i}") for i, part in enumerate(state))  # type: ignore[return-value]
+    return change(name, state)  # type: ignore[no-any-return]
+
+
+def rows_of(state: State, index: Int[Tensor, " rows"]) -> State:
+    """The state of these rows of the batch, in this order."""
+    return mapped(state, lambda _, leaf: leaf.index_select(0, index) if isinstance(leaf, Tensor) else leaf)
+
+
+def select(state: State, kept: Kept) -> State:
+    """The state after an eviction; a state that remembers nothing of single tokens has no `select` and stays."""
+    follow = getattr(state, "select", None)
+    return state if follow is None else follow(kept)

@@ -1,0 +1,75 @@
+"""Tokens, bytes and fractions become one number, exactly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from eviction import policy
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import llama, token_ids
+
+from kvlens import model as models
+from kvlens.errors import InputError
+from kvlens.runtime import budget
+from kvlens.runtime.apply import apply
+
+ONE = 3 * 2 * 2 * 8 * 4  # layers, KV heads, keys and values, d_head, bytes of float32
+
+
+@given(st.integers(1, 999), st.integers(1, 5000))
+def test_pitfall_08_a_fraction_is_the_decimal_that_was_written(thousandths: int, n: int) -> None:
+    assert budget.fraction_tokens(thousandths / 1000, n) == max(1, Fraction(thousandths, 1000) * n // 1)
+
+
+def test_pitfall_08_where_floats_go_wrong() -> None:
+    assert int(100 * (1 - 0.9)) == 9  # the common way
+    assert budget.fraction_tokens(0.1, 100) == 10
+    assert int(0.29 * 100) == 28
+    assert budget.fraction_tokens(0.29, 100) == 29
+
+
+@pytest.mark.parametrize(("given_bytes", "tokens"), [(12 * ONE, 12), (13 * ONE - 1, 12), (5 * ONE, 5)])
+def test_bytes_hold_what_they_say(given_bytes: int, tokens: int) -> None:
+    model = models.wrap(llama())
+    chosen = policy("keynorm", budget={"bytes": given_bytes})
+    with apply(chosen, model) as run:
+        model.hf.generate(token_ids(30), max_new_tokens=5, pad_token_id=0, eos_token_id=None, do_sample=False)
+    report = run.report()
+    assert report.most_held == tokens
+    assert report.held_bytes == report.claimed_bytes == tokens * ONE <= given_bytes
+
+
+def test_bytes_that_hold_less_than_what_is_protected_are_refused() -> None:
+    with (
+        pytest.raises(InputError, match="holds 4 tokens") as caught,
+        apply(policy(budget={"bytes": 5 * ONE - 1}), models.wrap(llama())),
+    ):
+        pass
+    assert f"{5 * ONE:,}" in caught.value.hint
+
+
+def test_a_fraction_is_of_each_rows_own_prompt() -> None:
+    chosen = policy(budget={"keep_fraction": 0.29}, protect={"sinks": 1})
+    found = budget.budgets(chosen, None, torch.tensor([100, 3, 51]), (0, 2))
+    assert [limit.tolist() for limit in found] == [[[29], [1], [14]]]
+
+
+def test_a_prompt_that_is_protected_must_fit() -> None:
+    model = models.wrap(llama())
+    chosen = policy("epikv", protect={"sinks": 0, "prompt": True, "recent": 0})
+    with pytest.raises(InputError, match="30 tokens are protected"), apply(chosen, model):
+        model.hf.generate(token_ids(30), max_new_tokens=2, pad_token_id=0)
+    with apply(chosen, model) as run:
+        model.hf.generate(token_ids(9), max_new_tokens=9, pad_token_id=0, eos_token_id=None, do_sample=False)
+    kept = run.report().kept[0][0][0]
+    assert kept[:9] == list(range(9))
+    assert len(kept) == 12
+
+
+def test_a_table_of_another_model_is_refused() -> None:
+    chosen = policy(reduce="head", allocate={"name": "table", "table": [[9, 9]] * 2})
+    with pytest.raises(InputError, match="3 layers of 2 KV heads"), apply(chosen, models.wrap(llama())):
+        pass

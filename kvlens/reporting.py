@@ -124,7 +124,7 @@ class View:
     def __repr__(self) -> str:
         top = top_windows(self.run, self.trace_id, 10)
         shown = top.assign(**{name: top[name].map(visible) for name in ("text", "before", "after")})
-        return f"{self.trace_id}\n{shown.drop(columns='trace_id').to_string(index=False)}"
+        return f"{visible(self.trace_id)}\n{shown.drop(columns='trace_id').to_string(index=False)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,7 +139,8 @@ class SurpriseView:
 
     def __repr__(self) -> str:
         top = top_tokens(self.run, self.trace_id, None, 10)
-        return f"{self.trace_id}\n{top.assign(token=top.token.map(visible)).to_string(index=False)}"
+        shown = top.assign(token=top.token.map(visible)).drop(columns="trace_id")
+        return f"{visible(self.trace_id)}\n{shown.to_string(index=False)}"
 
 
 def _scale(run: Run, tokens: pd.DataFrame) -> float:

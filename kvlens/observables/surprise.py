@@ -104,7 +104,9 @@ class Surprise:
     def __init__(self, model: Model, variant: Variant) -> None:
         n_run = model.n_layers if variant.layers is None else variant.layers
         if n_run > model.n_layers:
-            raise InputError(f"a pass over the last {n_run} blocks: {model.name} has {model.n_layers}")
+            raise InputError(
+                f"a pass over the last {n_run} blocks: {model.name} has {model.n_layers}", "give a smaller layers=N"
+            )
         self.model, self.variant = model, variant
         self.start = model.n_layers - n_run  # the block whose input a state stores, where it is not the first
         self._twin = Twin(model, self.start, skip_mlp=variant.skip_mlp)

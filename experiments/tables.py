@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ceiling_tables import ceilings, rows_speed, search_speed
+from surprise_tables import SOURCES, surprise, surprise_speed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
@@ -144,7 +145,6 @@ def observe(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-SOURCES = {"project": "written here", "math": "others', MATH", "gsm8k": "others', GSM8K", "own": "the model's own"}
 PAIRS = ("evict / knockout", "evict / substitute", "knockout / substitute")
 
 
@@ -193,6 +193,8 @@ def block() -> str:
         ("03_ceilings/summary", ceilings),
         ("03_subset_speed", search_speed),
         ("03_rows_speed", rows_speed),
+        ("04_surprise", surprise),
+        ("04_surprise_speed", surprise_speed),
     )
     parts = [write(found) for name, write in tables if (found := result(name))]
     return "\n\n".join("\n".join(lines) for lines in parts)

@@ -43,16 +43,13 @@ from kvlens.forward import (
     check_ids,
     hidden,
     learned_positions,
-    log_normaliser,
     logits,
-    mean_embedding,
-    unembed,
-    unembed_at,
     watch_blocks,
 )
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
 from kvlens.twin import Twin
+from kvlens.unembedding import embedding_scale, log_normaliser, mean_embedding, unembed, unembed_at
 from kvlens.weights import read_gguf, read_pretrained, recall, refusals, remember, stamp
 from kvlens.wording import extra
 
@@ -71,6 +68,7 @@ __all__ = [
     "causal_backend",
     "check_ids",
     "doctor_facts",
+    "embedding_scale",
     "generate",
     "hidden",
     "hooks_bite",

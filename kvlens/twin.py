@@ -35,6 +35,7 @@ from kvlens.forward import blocks, hidden
 Attend = Callable[[int, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 MLP = "mlp"  # what every family that kvlens knows calls it
 TOLERANCE = 1e-3  # of the largest state; float32 leaves 1e-6 between two ways to the same numbers, bfloat16 none
+ROUNDINGS = 4  # what two blocks that add the same may differ by in half precision: two sums of two roundings each
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -148,7 +149,9 @@ class Twin:
         """The module with these in the place of others below it; itself where there are none."""
         if id(module) in changed:
             return changed[id(module)]
-        children = {name: self._copy_with(child, changed) for name, child in module.named_children()}
+        # not named_children, which leaves out the second name of a module
+        own_children = {name: child for name, child in module._modules.items() if child is not None}
+        children = {name: self._copy_with(child, changed) for name, child in own_children.items()}
         if all(child is getattr(module, name) for name, child in children.items()):
             return module
         own = self._refused_unless_plain(module)
@@ -190,11 +193,13 @@ class Twin:
         if self._silent is None:
             return
         self._silent.output = None
-        added: list[Tensor] = []
-        hook = self._last.register_forward_hook(lambda _, args, out: added.append(_tensor(out) - args[0]))
+        passed: list[tuple[Tensor, Tensor]] = []
+        hook = self._last.register_forward_hook(lambda _, args, out: passed.append((args[0], _tensor(out))))
         self.run(lambda _, query, *__: torch.zeros_like(query), states=states, **call)
         hook.remove()
-        if not _close(added[0][:, 1:], added[0][:, :1].expand_as(added[0][:, 1:]), seen.final):
+        went_in, came_out = passed[0]
+        added = came_out.float() - went_in.float()
+        if not _close(added[:, 1:], added[:, :1].expand_as(added[:, 1:]), came_out):
             raise self._refusal(f"without attention and '{MLP}' its last block still changes the states")
 
     def _refusal(self, why: str) -> ModelRefused:
@@ -241,6 +246,7 @@ def _tensor(output: Any) -> Tensor:
 
 
 def _close(found: Tensor, truth: Tensor, scale: Tensor | None = None) -> bool:
-    """Whether they are equal up to rounding, measured against the largest number of `scale`."""
+    """Whether they are equal up to rounding: to that of `scale`, where they are differences of such numbers."""
+    tolerance = TOLERANCE if scale is None else max(TOLERANCE, ROUNDINGS * torch.finfo(scale.dtype).eps)
     largest = float((truth if scale is None else scale).abs().max())
-    return bool((found - truth).abs().max() <= TOLERANCE * largest)
+    return bool((found - truth).abs().max() <= tolerance * largest)

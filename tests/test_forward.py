@@ -29,7 +29,17 @@ from transformers import (
 )
 
 from kvlens.errors import ModelRefused
-from kvlens.model import Model, cache_from, cache_layers, hidden, logits, new_cache, unembed, watch_blocks, wrap
+from kvlens.model import (
+    Model,
+    cache_from,
+    cache_layers,
+    hidden,
+    logits,
+    new_cache,
+    unembed,
+    watch_blocks,
+    wrap,
+)
 
 N = 26
 TOLERANCE = 1e-4

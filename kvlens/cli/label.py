@@ -29,7 +29,7 @@ def command(
         int | None, typer.Option("--stride", min=1, metavar="N", help="Tokens between windows (default: the window).")
     ] = None,
     units: Annotated[
-        Literal["sentence", "step", "line", "spans"] | None,
+        Literal["sentence", "clause", "step", "line", "spans"] | None,
         typer.Option("--units", help="Windows from the text, not of a fixed width."),
     ] = None,
     cells: Annotated[

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -131,9 +132,10 @@ def _blockwise(query: Tensor, keys: Tensor, values: Tensor, rule: Rule, sight: S
     own = sight.own()
     start = 0
     while start < n:
-        # 1. the rows that any of the block's queries can see; a window makes them few, so that blocks may be longer
+        # 1. the rows that any of the block's queries can see: a window makes them few, so that blocks may be longer,
+        # but a block sees its own rows beside those in reach
         reach = min(n, rule.window or n)
-        stop = min(n, start + max(ROWS, BLOCK // (2 * reach)))
+        stop = min(n, start + max(ROWS, min(BLOCK // (2 * reach), isqrt(BLOCK // 2))))
         low, high = _span(sight, own[:, start:stop], start, stop, rule.window)
         if low < high:
             hidden = sight.hidden(start, stop, low, high, rule.window)

@@ -74,6 +74,9 @@ class State:
         own, added = self._rows(), new._rows()
         if own.keys() != added.keys():
             raise InputError(f"rows with {sorted(added)} cannot follow rows with {sorted(own)}")
+        for name, t in added.items():
+            if (t.dtype, len(t), t.shape[2:]) != (own[name].dtype, len(own[name]), own[name].shape[2:]):
+                raise InputError(f"{_words(name, t)} cannot follow {_words(name, own[name])}")
         if new.n_pad is not None and bool(new.n_pad.any()):
             raise InputError("padding can only come before a sequence", "pad on the left")
         return replace(self, **{name: torch.cat([own[name], added[name]], 1) for name in own})
@@ -129,6 +132,9 @@ class Surprise:
                 rows = hidden.reshape(-1, hidden.shape[-1])
                 found = found - models.log_normaliser(self.model, rows).reshape(found.shape)
         if self.variant.unit is not None and state.units is not None:
+            if state.n_pad is not None:  # padding may bear the number of the first unit
+                row = torch.arange(found.shape[1], device=found.device)
+                found = found.masked_fill(row < state.n_pad[:, None], 0)
             found = unit_sums(found, state.units)
         known = sight.known()
         return Scores(torch.where(known, -found, 0.0), known)
@@ -153,8 +159,14 @@ class Surprise:
             embeddings = self._mean.to(self.model.dtype).expand(*state.ids.shape, -1)
         elif self._mean is not None and states is not None:
             own_embedding = self.model.decoder.get_input_embeddings()(state.ids)
-            states = (states.float() - own_embedding.float() + self._mean).to(states.dtype)
+            instead = (self._mean - own_embedding.float()) * models.embedding_scale(self.model)
+            states = (states.float() + instead).to(states.dtype)
         return self._twin.run(call, ids=state.ids, positions=state.positions, states=states, embeddings=embeddings)
+
+
+def _words(name: str, rows: Tensor) -> str:
+    width = "".join(f" of {size} numbers" for size in rows.shape[2:])
+    return f"{name} of {len(rows)} sequences{width} in {rows.dtype}"
 
 
 def unit_edges(units: Int[Tensor, "batch pos"], *, first: bool = False) -> Int[Tensor, "batch pos"]:

@@ -16,7 +16,7 @@ from typing import Any
 from kvlens.errors import InputError
 
 WORDS: dict[str, dict[str, Any]] = {
-    "full": {"layers": None, "skip_mlp": False},
+    "full": {"layers": None},  # says nothing of MLPs: `full,skip_mlp` is a pass too
     "fast": {"layers": 1, "skip_mlp": True},
     "skip_mlp": {"skip_mlp": True},
     "logit": {"logprob": False},
@@ -67,7 +67,10 @@ def read_variant(text: str) -> Variant:
     given: dict[str, Any] = {}
     if not isinstance(text, str):
         raise InputError(f"variant {text!r:.80} is no text", "join words by commas, such as 'fast' or 'full,logprob'")
-    for word in (part.strip() for part in text.split(",")):
+    words = [part.strip() for part in text.split(",")]
+    for i, word in enumerate(words):
+        if word in words[:i]:
+            raise InputError(f"variant '{text}': '{word}' comes twice", _hint())
         for field, value in _meaning(word).items():
             if field in given and given[field] != value:
                 raise InputError(f"variant '{text}': '{word}' contradicts a word before it", _hint())

@@ -84,8 +84,8 @@ def surprise(
     """
     chosen = _variants(variants)
     cycle = make_cycle(budget, every, frozen, recent)
-    for variant in chosen if cycle else ():
-        require_room(variant, cycle)
+    if cycle is not None:
+        require_room(chosen, cycle)
     reading: dict[str, Any] = {"target_tokens": target_tokens, "chat": chat, "beyond_context": beyond_context}
     check_values({**reading, "seed": seed})
     ready = start(traces_of(traces, limit), model, out, reading, device=device, dtype=dtype, attention=attention)

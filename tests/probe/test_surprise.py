@@ -503,6 +503,20 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
         surprise(tmp_path, model=broken)
 
 
+def test_numbers_that_are_none_in_this_text_alone_are_refused() -> None:
+    """What a pass is tried on when it is made has three tokens, and they are fine."""
+    model = tiny_runs.model()
+    passes = [Surprise(model, read_variant("fast"))]
+
+    def overflow(_: Any, __: Any, output: Tensor) -> Tensor | None:
+        return output * torch.inf if output.shape[1] > 3 else None
+
+    model.hf.model.layers[1].mlp.register_forward_hook(overflow)
+    assert np.isfinite(probing.score_tokens(model, passes, tiny.token_ids(3)[0], {})[0][:-1]).all()
+    with pytest.raises(ModelRefused, match="NaN or infinity"):
+        probing.score_tokens(model, passes, tiny.token_ids(9)[0], {})
+
+
 def test_traces_beyond_the_context_can_be_asked_for(tmp_path: Path) -> None:
     long = [Trace("long", prompt="a " * 300, target="b")]
     run = surprise(tmp_path, long, beyond_context=True, variants="fast", budget=40, every=100)

@@ -34,7 +34,7 @@ from kvlens.findings import (
 from kvlens.loading import Run, load
 from kvlens.page_style import N_STEPS, step, step_class, style_sheet, visible
 from kvlens.runstate import STATE
-from kvlens.schemas import SURPRISE
+from kvlens.schemas import LABELS, SURPRISE
 from kvlens.surprise_facts import chosen_traces, surprise_run, top_tokens
 
 SCALE_QUANTILE = 0.99
@@ -49,9 +49,8 @@ def inspect(
 
     Raises: InputError when it is no finished run of either, has no such trace, or `n` is no count.
     """
-    run = run if isinstance(run, Run) else load(run)
+    run = _viewable(run)
     of_surprise = run.schema == SURPRISE
-    run = surprise_run(run) if of_surprise else labels_run(run)
     file = None if html is None else as_path(html, "html")
     if file is not None:
         _refuse_own_file(run, file)
@@ -60,6 +59,20 @@ def inspect(
         text = (surprise_page.page if of_surprise else page)(run, None if trace is None else [trace])
         write_whole(file, text.encode("utf-8", "backslashreplace"))
     return table
+
+
+def _viewable(run: Run | str | Path) -> Run:
+    """The single run of labels or of surprise behind `run`; InputError where it is another."""
+    run = run if isinstance(run, Run) else load(run)
+    if run.schema == SURPRISE:
+        return surprise_run(run)
+    if run.schema != LABELS:
+        raise InputError(
+            f"viewing '{run.path}' failed: it holds a run of {run.schema.split('/')[0].removeprefix('kvlens.')}, "
+            "not labels or surprise",
+            "give the folder of a run of labels or of surprise",
+        )
+    return labels_run(run)
 
 
 def _refuse_own_file(run: Run, html: Path) -> None:
@@ -95,10 +108,9 @@ def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:
 
 def show(run: Run | str | Path, trace_id: str | None = None) -> View | SurpriseView:
     """One trace of a run of labels or of surprise (default: its first) as a notebook shows it."""
-    run = run if isinstance(run, Run) else load(run)
+    run = _viewable(run)
     if run.schema == SURPRISE:
-        return SurpriseView(surprise_run(run), chosen_traces(run, trace_id)[0])
-    run = labels_run(run)
+        return SurpriseView(run, chosen_traces(run, trace_id)[0])
     if trace_id is None and run.traces.empty:
         raise InputError(f"showing {run!r} failed: it has no traces", "look at counts.skipped in its run.json")
     return View(run, trace_id if trace_id is not None else str(run.traces.trace_id.iloc[0]))
@@ -124,7 +136,7 @@ class View:
     def __repr__(self) -> str:
         top = top_windows(self.run, self.trace_id, 10)
         shown = top.assign(**{name: top[name].map(visible) for name in ("text", "before", "after")})
-        return f"{self.trace_id}\n{shown.drop(columns='trace_id').to_string(index=False)}"
+        return f"{visible(self.trace_id)}\n{shown.drop(columns='trace_id').to_string(index=False)}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -139,7 +151,8 @@ class SurpriseView:
 
     def __repr__(self) -> str:
         top = top_tokens(self.run, self.trace_id, None, 10)
-        return f"{self.trace_id}\n{top.assign(token=top.token.map(visible)).to_string(index=False)}"
+        shown = top.assign(token=top.token.map(visible)).drop(columns="trace_id")
+        return f"{visible(self.trace_id)}\n{shown.to_string(index=False)}"
 
 
 def _scale(run: Run, tokens: pd.DataFrame) -> float:

@@ -86,9 +86,13 @@ def beyond_position(
     found = _centred(ranks(values))
     place = ranks(positions.astype(float))
     curve = np.polynomial.legendre.legvander(2 * (place - 1) / max(len(place) - 1, 1) - 1, degree)
-    if controls is not None:
-        curve = np.concatenate([curve, _centred(ranks(controls))], 1)
     basis = np.linalg.qr(curve)[0]
+    if (
+        controls is not None
+    ):  # no more than they add: of a constant or a repeated one QR would make a direction of noise
+        added = _centred(ranks(controls))
+        directions, sizes, _ = np.linalg.svd(added - basis @ (basis.T @ added), full_matrices=False)
+        basis = np.concatenate([basis, directions[:, sizes**2 > NOTHING_LEFT * len(place) ** 3]], 1)
     found = found - basis @ (basis.T @ found)
     left = (found**2).sum(0)
     return np.where(left > NOTHING_LEFT * len(place) ** 3, found, np.nan)

@@ -20,13 +20,17 @@ from kvlens.page_style import N_STEPS, step_class, style_sheet, visible
 from kvlens.surprise_facts import about, chosen_traces, fates, steps_of, surprise_run, variants
 
 LEFT_CHARACTERS = 120
-STRUCK = ".kvlens .left{text-decoration:line-through;text-decoration-thickness:2px;opacity:.65}"
+STRUCK = ".kvlens .left{text-decoration:line-through;text-decoration-thickness:2px}"
 
 
 def page(run: Run | str | Path, trace_ids: Sequence[str] | None = None) -> str:
-    """The run as one HTML page without any outside resource: the given traces, or all of them."""
+    """The run as one HTML page without any outside resource: the given traces, or all of them.
+
+    Raises: InputError for what is no single run of surprise, or a trace that it has not.
+    """
     run = surprise_run(run)
-    ids = chosen_traces(run, None) if trace_ids is None else list(trace_ids)
+    asked = [None] if trace_ids is None else trace_ids
+    ids = [trace_id for one in asked for trace_id in chosen_traces(run, one)]
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{_shown(value)}</dd>" for name, value in about(run).items())
     links = "".join(f'<li><a href="#t{number}">{_shown(trace_id)}</a></li>' for number, trace_id in enumerate(ids))
     contents = f'<nav aria-label="Traces"><h2>Traces</h2><ol>{links}</ol></nav>' if len(ids) > 1 else ""
@@ -74,8 +78,8 @@ def _legend(run: Run) -> str:
 def _variant(run: Run, trace_id: str, variant: str) -> str:
     """The text under one variant, and its refreshes."""
     tokens = fates(run, trace_id, variant)
-    share = tokens.score.rank(pct=True)
-    tokens = tokens.assign(step=((share * 2 - 1) * N_STEPS).round().fillna(0).astype(int))
+    rank, most = tokens.score.rank(), max(int(tokens.score.count()) - 1, 1)
+    tokens = tokens.assign(step=((2 * rank - tokens.score.count() - 1) / most * N_STEPS).round().fillna(0).astype(int))
     pieces = [f'<h3 class="soft">{escape(variant)}</h3>']
     for segment, rows in tokens.groupby("segment", sort=False):
         spans = "".join(_spans(rows))

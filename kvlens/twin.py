@@ -179,6 +179,10 @@ class Twin:
 
     def _try(self, seen: _Recorded) -> None:
         """Nothing; raises ModelRefused where the twin is no part of the model (4)."""
+        if not bool(torch.isfinite(seen.final).all()):
+            raise ModelRefused(
+                "the model's hidden states hold NaN or infinity", "check its weights, or use --dtype float32"
+            )
         call = {"ids": seen.ids, "positions": torch.arange(seen.ids.shape[1], device=seen.ids.device)[None]}
         states = seen.states[self.start - 1] if self.start else None
         if self._silent is not None:

@@ -50,6 +50,7 @@ def test_import_kvlens_is_light() -> None:
         ["--version"],
         ["inspect", "--help"],
         ["ceilings", "--help"],
+        ["surprise", "--help"],
         ["doctor", "--help"],
         ["no-such-verb"],
         ["models"],

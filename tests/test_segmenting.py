@@ -12,6 +12,7 @@ from tiny_tokenizers import byte_level, metaspace
 
 from kvlens.errors import InputError
 from kvlens.records import Tokens, Trace
+from kvlens.segmenting import unit_numbers
 from kvlens.texts import UNITS, split_reasoning, tokenize, units
 
 TOKENIZERS = [byte_level(), byte_level(bos=False, trim_offsets=True), metaspace("first"), metaspace("normalizer")]
@@ -44,6 +45,11 @@ def cut(text: str, unit: str, tokenizer: Any = TOKENIZERS[0]) -> list[str]:
         ("line", ["\n\nonly"]),
         ("step", ["Intro. More.\nSame step.", "\n\nNext paragraph", "\n \n\nThird"]),
         ("step", ["Plan:", "\nStep 1: add.\nstill one.", "\nstep 2 subtract", "\n**Step 3**", "\n## Step 4"]),
+        ("clause", ["One, ", "two; ", "three: ", "four – ", "five — ", "six. ", "Seven"]),
+        ("clause", ["It is 1,000:5 and a;b, ", "well-known–no, ", "a —b is one."]),
+        ("clause", ["See e.g. this, ", "i.e. that; ", "and Fig. 3."]),
+        ("clause", ["1. First,", "\nthen, ", "\n\nlast"]),
+        ("clause", ["a,, ", "b,; ", "c"]),
         ("step", ["1. one", "\n2) two\n12.5 is no item", "\n3: three", "\n  4. four"]),
     ],
 )
@@ -56,7 +62,7 @@ def test_full_width_stops_end_a_sentence() -> None:
     assert cut("你好。再见！好", "sentence") == ["你好。", "再见！", "好"]
 
 
-@pytest.mark.parametrize("unit", ["sentence", "step", "line"])
+@pytest.mark.parametrize("unit", ["sentence", "clause", "step", "line"])
 def test_a_piece_border_is_a_unit_border(unit: str) -> None:
     tokens = tokenize(Trace("t", prompt="Half of", reasoning=" a sentence", target=" x"), byte_level())
     assert texts_of(tokens, units(tokens, unit))[0] == "Half of"
@@ -96,10 +102,10 @@ def test_an_unknown_unit_lists_the_known_ones() -> None:
     assert "sentence" in caught.value.hint
 
 
-PIECE = st.text(st.sampled_from("aB1.!?) \n"), max_size=16)
+PIECE = st.text(st.sampled_from("aB1.,:!?) \n"), max_size=16)
 
 
-@pytest.mark.parametrize("unit", ["sentence", "step", "line"])
+@pytest.mark.parametrize("unit", ["sentence", "clause", "step", "line"])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(prompt=PIECE, reasoning=PIECE)
 @example(prompt="", reasoning="")
@@ -116,6 +122,54 @@ def test_units_part_the_context(unit: str, tokenizer: Any, prompt: str, reasonin
     for text in texts_of(tokens, ranges):
         assert "\n" not in text or unit == "step"
         assert "\n\n" not in text
+
+
+@given(prompt=PIECE, reasoning=PIECE)
+def test_every_sentence_is_clauses(prompt: str, reasoning: str) -> None:
+    tokens = tokenize(Trace("t", prompt="@#" + prompt, reasoning=reasoning, target="\nz"), byte_level())
+    clauses, sentences = units(tokens, "clause"), units(tokens, "sentence")
+    assert {start for start, _ in sentences} <= {start for start, _ in clauses}
+    assert {stop for _, stop in sentences} <= {stop for _, stop in clauses}
+
+
+# The number of each position's unit
+
+
+def test_unit_numbers_by_hand() -> None:
+    """BOS is in none, so it is one; the last token joins the last unit."""
+    text = "A b, c. D"
+    char_spans = np.array([[-1, -1], [0, 1], [1, 3], [3, 4], [4, 6], [6, 7], [7, 9], [9, 9]], dtype=np.int32)
+    tokens = Tokens(Trace("t", text=text), np.arange(8), n_prompt=0, n_context=7, text=text, char_spans=char_spans)
+    assert units(tokens, "clause") == [(1, 4), (4, 6)]
+    assert unit_numbers(tokens, "clause").tolist() == [0, 1, 1, 1, 2, 2, 2]
+    assert unit_numbers(tokens, "sentence").tolist() == [0, 1, 1, 1, 1, 1, 1]
+    assert unit_numbers(tokens, "clause").dtype == np.int64
+
+
+def test_a_text_without_a_unit_is_one() -> None:
+    tokens = tokenize(Trace("t", prompt="a", target="x"), byte_level())
+    assert units(tokens, "sentence") == []
+    assert unit_numbers(tokens, "sentence").tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("unit", ["sentence", "clause", "step", "line"])
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@given(prompt=PIECE, reasoning=PIECE)
+@example(prompt="", reasoning="")
+@example(prompt="\n\n", reasoning=" \n")
+def test_every_position_has_the_number_of_its_unit(unit: str, tokenizer: Any, prompt: str, reasoning: str) -> None:
+    tokens = tokenize(Trace("t", prompt="@#" + prompt, reasoning=reasoning, target="\nz"), tokenizer)
+    numbers = unit_numbers(tokens, unit).tolist()
+    ranges = units(tokens, unit)
+    assert len(numbers) == tokens.n_context
+    assert set(np.diff(numbers).tolist()) <= {0, 1}  # ascending, none left out
+    wanted: list[int | None] = [None] * tokens.n_context
+    for number, (start, stop) in enumerate(ranges, 1):
+        wanted[start:stop] = [number] * (stop - start)
+    n_before = ranges[0][0]
+    assert numbers[:n_before] == [0] * n_before
+    assert numbers[n_before:-1] == wanted[n_before:-1]
+    assert numbers[-1] == len(ranges)
 
 
 # Splitting

@@ -68,6 +68,71 @@ def test_partial_spearman_takes_a_quartic_out_of_both_rankings() -> None:
         assert rho == pytest.approx(np.corrcoef(left(signal[:, layer]), left(label))[0, 1], abs=1e-9)
 
 
+def left_over(values: np.ndarray, positions: np.ndarray, controls: np.ndarray, degree: int = 4) -> np.ndarray:
+    """The ranks without what powers of the position's rank and the controls' ranks explain, by least squares."""
+    place = scipy.stats.rankdata(positions) / len(positions)
+    columns = [place**power for power in range(degree + 1)] + [scipy.stats.rankdata(one) for one in controls.T]
+    ranked = scipy.stats.rankdata(values)
+    return ranked - np.stack(columns, 1) @ np.linalg.lstsq(np.stack(columns, 1), ranked, rcond=None)[0]
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("n_controls", [1, 2, 5])
+def test_partial_spearman_takes_the_ranks_of_controls_out_of_both_rankings(n_controls: int, degree: int) -> None:
+    signal, label, positions = example(n_controls)
+    random = np.random.default_rng(n_controls)
+    controls = np.round(random.normal(size=(len(label), n_controls)) + label[:, None], 1)  # with ties
+    found = stats.partial_spearman(signal, label, positions, degree, controls)
+    of_label = left_over(label, positions, controls, degree)
+    for layer, rho in enumerate(found):
+        truth = np.corrcoef(left_over(signal[:, layer], positions, controls, degree), of_label)[0, 1]
+        assert rho == pytest.approx(truth, abs=1e-9)
+    assert np.abs(found - stats.partial_spearman(signal, label, positions, degree)).max() > 0.05
+    curved = stats.partial_spearman(signal, label, positions, degree, np.exp(3 * controls))  # their ranks alone
+    np.testing.assert_allclose(curved, found, atol=1e-9)
+
+
+def test_one_control_and_a_line_is_the_inverse_of_the_matrix_of_rank_correlations() -> None:
+    """The textbook partial correlation of several variables."""
+    signal, label, positions = example()
+    control = np.round(label + np.random.default_rng(1).normal(size=len(label)), 1)
+    found = stats.partial_spearman(signal, label, positions, 1, control[:, None])
+    for layer, rho in enumerate(found):
+        columns = np.stack([signal[:, layer], label, positions, control], 1)
+        inverse = np.linalg.inv(scipy.stats.spearmanr(columns).statistic)
+        assert rho == pytest.approx(-inverse[0, 1] / np.sqrt(inverse[0, 0] * inverse[1, 1]), abs=1e-9)
+
+
+def test_controls_that_say_nothing_new_change_nothing() -> None:
+    signal, label, positions = example()
+    plain = stats.partial_spearman(signal, label, positions)
+    constant = np.full((len(label), 1), 3.0)
+    place = positions[:, None].astype(float)
+    for useless in (constant, place, -place, np.concatenate([constant, place, constant], 1), np.zeros((len(label), 0))):
+        np.testing.assert_allclose(stats.partial_spearman(signal, label, positions, 4, useless), plain, atol=1e-9)
+    control = np.random.default_rng(2).normal(size=(len(label), 1)) + label[:, None]
+    once = stats.partial_spearman(signal, label, positions, 4, control)
+    twice = np.concatenate([control, 2 * control + 1, -control, constant], 1)  # of one ranking
+    np.testing.assert_allclose(stats.partial_spearman(signal, label, positions, 4, twice), once, atol=1e-9)
+
+
+def test_a_signal_that_is_a_control_has_nothing_left() -> None:
+    signal, label, positions = example()
+    signal[:, 2] = -signal[:, 1]
+    found = stats.partial_spearman(signal, label, positions, 4, signal[:, [1]])
+    assert np.isnan(found).tolist() == [False, True, True, False, False]
+    assert np.isnan(stats.partial_spearman(signal, label, positions, 4, label[:, None])).all()
+
+
+def test_a_correlation_through_a_control_alone_goes_away() -> None:
+    random = np.random.default_rng(0)
+    common = random.normal(size=4000)
+    signal, label = (common + random.normal(size=4000) for _ in range(2))
+    positions = np.arange(4000)
+    assert stats.partial_spearman(signal[:, None], label, positions)[0] > 0.4
+    assert abs(stats.partial_spearman(signal[:, None], label, positions, 4, common[:, None])[0]) < 0.06
+
+
 @given(st.floats(0.1, 3), st.floats(-5, 5), st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
 def test_partial_spearman_sees_ranks_alone(scale: float, shift: float, seed: int) -> None:

@@ -26,6 +26,9 @@ LABEL = (
 )
 OBSERVE = "signals chat target_tokens device dtype attention seed limit beyond_context force"
 CEILINGS = "budgets rows_per_head nulls cross_entropy chat device dtype attention seed limit beyond_context force"
+SURPRISE = (
+    "variants budget every frozen recent chat target_tokens device dtype attention seed limit beyond_context force"
+)
 TRACES = "max_new_tokens temperature chat grade seed limit force"
 
 
@@ -56,6 +59,10 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     for option in (*CEILINGS.split(), "out", "model", "traces"):
         usual = {"traces": texts, "model": model, "out": folder / "ceilings", "budgets": [2], "rows_per_head": 2}
         found[f"ceilings {option}"] = by_name(kvlens.ceilings, option, **usual)
+    for option in (*SURPRISE.split(), "out", "model", "traces"):
+        usual = {"traces": texts, "model": model, "out": folder / "surprise", "variants": "fast"}
+        usual |= {"budget": 24} if option in ("every", "frozen", "recent") else {}
+        found[f"surprise {option}"] = by_name(kvlens.surprise, option, **usual)
     for option in (*TRACES.split(), "out", "prompts"):
         usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
         found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)
@@ -64,9 +71,15 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     found["apply model"] = lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__()
     for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
         found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
+    scores = kvlens.surprise(texts, model, folder / "scores", variants="fast", budget=24)
     for option in ("html", "trace", "n"):
         found[f"inspect {option}"] = by_name(partial(kvlens.inspect, run), option)
-    return found | {"inspect run": kvlens.inspect, "load": kvlens.load, "show": partial(kvlens.show, run)}
+        found[f"inspect surprise {option}"] = by_name(partial(kvlens.inspect, scores), option)
+    for option in ("trace_id", "variant"):
+        found[f"kept_tokens {option}"] = by_name(partial(kvlens.plots.kept_tokens, scores), option)
+    found |= {"kept_tokens run": kvlens.plots.kept_tokens, "score_staleness run": kvlens.plots.score_staleness}
+    found |= {"show": partial(kvlens.show, run), "show surprise": partial(kvlens.show, scores)}
+    return found | {"inspect run": kvlens.inspect, "load": kvlens.load}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -35,7 +35,7 @@ def command(
     run = load(path)
     top = reporting.inspect(run, trace=trace, n=n, html=html)
     if run.schema == SURPRISE:
-        document = {**surprise_text.document(run, trace), "tokens": _plain(top), "html": html}
+        document = {**surprise_text.document(run, trace), "tokens": top.to_dict("records"), "html": html}
         text = f"{surprise_text.text(run, trace)}\n{surprise_text.tokens_text(run, trace, None, n)}"
     else:
         document = {**facts.summary(run, trace), "windows": top.to_dict("records"), "html": html}
@@ -44,11 +44,6 @@ def command(
     if html is not None:
         text += f"\npage  {html.resolve().as_uri()}"
     Output(json, quiet).answer(document, text=text, paths=[path] if html is None else [html])
-
-
-def _plain(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows as JSON has them: null for what is unknown."""
-    return [dict(row) for row in rows.astype(object).where(rows.notna(), None).to_dict("records")]
 
 
 def _text(run: Run, top: pd.DataFrame, trace: str | None) -> str:

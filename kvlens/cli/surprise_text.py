@@ -15,7 +15,6 @@ def document(run: Run, trace_id: str | None = None) -> dict[str, Any]:
     """Where the run comes from, and a row for each variant."""
     names = ("schema", "model", "config", "dtype", "device", "attention", "seed", "counts")
     rows = surprise_facts.by_variant(run, trace_id)
-    rows = rows.astype(object).where(rows.notna(), None)
     return {name: run.meta[name] for name in names} | {"variants": rows.to_dict("records"), "run": run.path}
 
 

@@ -52,13 +52,16 @@ class Sight:
             return self.edge
         return torch.arange(self.positions.shape[1], device=self.positions.device)[None]
 
-    def known(self) -> Bool[Tensor, "batch pos"]:
-        """Whether a row sees any row at all under full attention, and is no padding."""
+    def known(self, window: int | None = None) -> Bool[Tensor, "batch pos"]:
+        """Whether a row sees any row at all, and is no padding; `window` is the widest of the layers that are run."""
         n = self.positions.shape[1]
         first = self.positions.new_zeros(self.positions.shape[0], 1) if self.n_pad is None else self.n_pad[:, None]
-        own = self.own().expand_as(self.positions)
-        sees = own - self.min_gap > first if self.past else own + self.min_gap < n - 1
-        return sees & (torch.arange(n, device=own.device) >= first)
+        nearest = self.own().expand_as(self.positions) + (-1 - self.min_gap if self.past else 1 + self.min_gap)
+        sees = (nearest >= first) & (nearest < n)
+        if window is not None:
+            apart = self.positions.gather(1, nearest.clamp(0, n - 1)) - self.positions
+            sees = sees & (apart.abs() < window)
+        return sees & (torch.arange(n, device=nearest.device) >= first)
 
     def hidden(
         self, start: int, stop: int, low: int, high: int, window: int | None

@@ -1,7 +1,8 @@
 """Which rows of a cache stay at a refresh? Of J + frozen held in all, every row that is protected and the best others.
 
 1. Protected: the `frozen` first rows, the `recent` last ones (counted inside J), and rows without a score, such as the
-   last min_gap + 1, of which the future says nothing yet.
+   last min_gap + 1, of which the future says nothing yet. A last unit of text that is longer than what is held has no
+   score either; of it the last rows stay.
 2. The rest by score, the highest stays; among equals the row that stands first.
 3. Padding goes before all else. Where a sequence of the batch has fewer rows than are held, padding fills it up.
 4. A cache of no more than J + frozen rows is kept whole.
@@ -28,16 +29,19 @@ def refresh(state: State, scores: Scores, budget: int, frozen: int = 0, recent: 
     if n <= n_held:
         return torch.arange(n, device=state.ids.device).expand(state.ids.shape)
     padding = _padding(state)
-    protected = protected_rows(state, frozen, recent) | ~scores.known & ~padding
+    unknown = ~scores.known & ~padding
+    protected = protected_rows(state, frozen, recent) | (unknown if state.units is None else torch.zeros_like(unknown))
     n_protected = int(protected.sum(1).max())
     if n_protected > n_held:
         raise InputError(
             f"a budget of {budget} and {frozen} frozen rows cannot hold {n_protected} protected ones",
             "raise the budget, or lower recent or min_gap",
         )
-    # 2. two stable sorts, the weightier last: by score, then protected before others before padding
-    order = scores.values.sort(stable=True, dim=1, descending=True).indices
-    rank = protected.int() - padding.int()
+    row = torch.arange(n, device=state.ids.device).expand(state.ids.shape)
+    values = torch.where(unknown, row.to(scores.values.dtype), scores.values)
+    # 2. two stable sorts, the weightier last: by score, then protected before unknown before others before padding
+    order = values.sort(stable=True, dim=1, descending=True).indices
+    rank = 2 * protected.int() + (unknown & ~protected).int() - padding.int()
     order = order.gather(1, rank.gather(1, order).sort(stable=True, dim=1, descending=True).indices)
     kept: Tensor = order[:, :n_held].sort(1).values
     return kept

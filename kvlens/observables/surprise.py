@@ -107,7 +107,9 @@ class Surprise:
     def __init__(self, model: Model, variant: Variant) -> None:
         n_run = model.n_layers if variant.layers is None else variant.layers
         if n_run > model.n_layers:
-            raise InputError(f"a pass over the last {n_run} blocks: {model.name} has {model.n_layers}")
+            raise InputError(
+                f"a pass over the last {n_run} blocks: {model.name} has {model.n_layers}", "give a smaller layers=N"
+            )
         self.model, self.variant = model, variant
         self.start = model.n_layers - n_run  # the block whose input a state stores, where it is not the first
         self._twin = Twin(model, self.start, skip_mlp=variant.skip_mlp)
@@ -134,7 +136,8 @@ class Surprise:
                 row = torch.arange(found.shape[1], device=found.device)
                 found = found.masked_fill(row < state.n_pad[:, None], 0)
             found = unit_sums(found, state.units)
-        known = sight.known()
+        windows = self.model.sliding[self.start :]
+        known = sight.known(None if None in windows else max(window for window in windows if window is not None))
         return Scores(torch.where(known, -found, 0.0), known)
 
     def _sight(self, state: State) -> Sight:

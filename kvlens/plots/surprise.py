@@ -12,13 +12,13 @@ from kvlens.loading import Run
 from kvlens.page_style import visible
 from kvlens.plots.style import INK, MINUS, PLUS, SOFT, TEXT_POINTS, axes, describe
 from kvlens.stats import over_traces
-from kvlens.surprise_facts import chosen_traces, chosen_variant, staleness, surprise_run, variants
+from kvlens.surprise_facts import LEAST_TOKENS, chosen_traces, chosen_variant, staleness, surprise_run, variants
 from kvlens.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MARKS = "osv^DP"
+MARKS = "osv^DPX"  # one more than the colours, so that many variants differ in one or the other
 NARROW = 40  # characters of a title
 COLOURS = (PLUS, MINUS, "#009e73", INK, SOFT, "#cc79a7")
 
@@ -55,15 +55,21 @@ def kept_tokens(
 def score_staleness(run: Run | str | Path, ax: Axes | None = None) -> Axes:
     """Rank correlation of the scores of held tokens with those some refreshes later, by variant, 95 % over traces.
 
-    Raises: InputError for a run without refreshes.
+    Raises: InputError for a run without refreshes, or in which no two of a trace can be compared.
     """
     run = _with_refreshes(run)
+    found = {variant: staleness(run, variant) for variant in variants(run)}
+    if all(rows.empty for rows in found.values()):
+        raise InputError(
+            f"'{run.path}' has no two refreshes of a trace that hold {LEAST_TOKENS} tokens in common",
+            "run kvlens surprise on longer traces, or with a larger budget",
+        )
     ax = axes(ax)
-    for number, variant in enumerate(variants(run)):
-        rows = staleness(run, variant)
+    apart_by = min(0.1, 0.6 / len(found))  # side by side, none nearer to the next number
+    for number, (variant, rows) in enumerate(found.items()):
         groups = [(int(apart), part.rho.to_numpy()) for apart, part in rows.groupby("apart")]
         means = [(apart, over_traces(values, seed=0)) for apart, values in groups]
-        x = np.array([apart for apart, _ in means]) + 0.1 * number
+        x = np.array([apart for apart, _ in means]) + apart_by * (number - (len(found) - 1) / 2)
         colour = COLOURS[number % len(COLOURS)]
         ax.vlines(x, [m.low for _, m in means], [m.high for _, m in means], color=colour, lw=0.8)
         mark = MARKS[number % len(MARKS)]

@@ -30,7 +30,7 @@ from kvlens.probe import budget as memory
 from kvlens.probe.inputs import Note, Tick, ignore, start, traces_of
 from kvlens.probe.settings import check_values
 from kvlens.probe.signal_pass import require_finite, watch_entering
-from kvlens.probe.surprise_cycles import Cycle, cycles, make_cycle
+from kvlens.probe.surprise_cycles import Cycle, cycles, make_cycle, require_room
 from kvlens.probe.tables import token_texts
 from kvlens.records import Tokens, Trace
 from kvlens.schemas import SURPRISE
@@ -75,7 +75,7 @@ def surprise(
         budget: tokens a refresh leaves (J), `recent` last ones among them, beside `frozen` first ones (default 4).
         every: tokens between refreshes, a quarter of the budget by default.
         target_tokens, chat: as for `kvlens.label`, so that positions mean the same tokens in both runs.
-        progress: called with (passes done, passes in all); note: told what lies ahead.
+        progress: called with (traces done, traces in all); note: told what lies ahead.
 
     Raises: InputError, EnvironmentLacks, ModelRefused; nothing already written is lost.
     Cost: a forward pass a trace, and for each variant what `Surprise.scores` costs; with a budget one more forward
@@ -84,6 +84,8 @@ def surprise(
     """
     chosen = _variants(variants)
     cycle = make_cycle(budget, every, frozen, recent)
+    if cycle is not None:
+        require_room(chosen, cycle)
     reading: dict[str, Any] = {"target_tokens": target_tokens, "chat": chat, "beyond_context": beyond_context}
     check_values({**reading, "seed": seed})
     ready = start(traces_of(traces, limit), model, out, reading, device=device, dtype=dtype, attention=attention)
@@ -163,7 +165,10 @@ class Job:
         """The rows of `refreshes`: every row held before a refresh, by variant."""
         columns: dict[str, list[Any]] = {name: [] for name in ("variant", "refresh", "n_seen", "pos", "score", "kept")}
         for name, surprise in self.passes.items():
-            steps = cycles(surprise, ids, cycle, units.get(surprise.variant.unit or ""))
+            try:
+                steps = list(cycles(surprise, ids, cycle, units.get(surprise.variant.unit or "")))
+            except InputError as error:  # a unit of this text is longer than what is held
+                raise InputError(f"trace '{tokens.trace.id}', '{name}': {error.message}", error.hint) from error
             for number, step in enumerate(steps):
                 n_rows = len(step.positions)
                 columns["variant"] += [name] * n_rows

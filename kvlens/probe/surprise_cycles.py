@@ -13,7 +13,7 @@ Source: counter-causal surprise (the cycle).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from kvlens.linear import fast_linear
 from kvlens.model import Model
 from kvlens.observables.refresh import refresh
 from kvlens.observables.surprise import Scores, State, Surprise
+from kvlens.observables.surprise_variant import Variant
 from kvlens.probe.signal_pass import watch_entering
 
 FROZEN = 4  # the sinks: what stands at the front takes much attention, whatever it says
@@ -75,6 +76,23 @@ def make_cycle(budget: Any, every: Any, frozen: Any, recent: Any) -> Cycle | Non
             f"a budget of {budget} leaves nothing to choose beside {cycle.recent} recent tokens", "lower recent"
         )
     return cycle
+
+
+def require_room(variants: Sequence[Variant], cycle: Cycle) -> None:
+    """Nothing; raises InputError where no refresh of one of these variants could hold what it must.
+
+    Units are not looked at: how long the last one is, which has no future, depends on the text.
+    """
+    for variant in variants:
+        unknown = variant.min_gap + 1  # rows at one end of the text, which see nothing
+        first = max(cycle.frozen, unknown) if variant.past else cycle.frozen
+        last = cycle.recent if variant.past else max(cycle.recent, unknown)
+        if first + last > cycle.budget + cycle.frozen:
+            raise InputError(
+                f"'{variant.name}': a budget of {cycle.budget} and {cycle.frozen} frozen rows cannot hold "
+                f"{first + last} protected ones",
+                "raise the budget, or lower recent or gap",
+            )
 
 
 def _named(budget: Any, every: Any, frozen: Any, recent: Any) -> dict[str, Any]:

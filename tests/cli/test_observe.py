@@ -96,6 +96,7 @@ def test_progress_goes_to_stderr(
         ("", {}),
         ("--signals all", {}),
         ("--signals log_frequency,key_norm", {"signals": ["key_norm", "log_frequency"], "per_layer": ["key_norm"]}),
+        ("--signals surprise_fast,surprise_full", {"signals": ["surprise_full", "surprise_fast"], "causal": []}),
         ("--chat --beyond-context", {"chat": True, "beyond_context": True}),
         ("--target-tokens 5", {"target_tokens": 5}),
     ],
@@ -169,7 +170,7 @@ def a_file(content: str) -> Callable[[Path], Path]:
     [
         (None, "--signals hidden_chnage", 2, "there is no signal 'hidden_chnage'"),
         (None, "--signals age,", 2, "there is no signal ''"),
-        (None, "--signals surprise_full", 2, "there is no signal 'surprise_full'"),
+        (None, "--signals surprise_ful", 2, "there is no signal 'surprise_ful'"),
         (None, "--target-tokens 0", 2, "--target-tokens"),
         (None, "--attention flash_attention_2", 3, "flash_attention_2"),
         (None, "-m no/such-model", 3, "no/such-model"),

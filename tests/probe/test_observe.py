@@ -28,6 +28,7 @@ from kvlens.observables import lag
 from kvlens.observables.table import TABLE, choose
 from kvlens.observables.table import read as read_chunks
 from kvlens.probe import observe as observing
+from kvlens.probe import signal_pass
 from kvlens.probe.signal_pass import read_signals
 from kvlens.records import Trace
 from kvlens.schemas import SIGNALS, table_schema
@@ -264,6 +265,56 @@ def test_transformer_lens_names_give_the_same_numbers(family: str) -> None:
         np.testing.assert_allclose(found[name], twin, rtol=RTOL, atol=ATOL, err_msg=name)
     scalars = read_chunks(choose("surprisal"), [{"logits": rows[0, context], "ids": ids}])
     np.testing.assert_allclose(found["surprisal"], scalars["surprisal"].numpy(), rtol=RTOL, atol=ATOL)
+
+
+# Surprise, a pass of its own
+
+
+def test_surprise_is_read_only_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(signal_pass, "Surprise", lambda *_: pytest.fail("a second pass"))
+        for number, names in enumerate(("all", "key_norm,lag", ["all", "age"])):
+            columns = list(observe(tmp_path / str(number), TRACES[:1], signals=names).signals.columns)
+            assert not [name for name in columns if "surprise" in name]
+    run = observe(tmp_path / "both", signals="surprise_fast,surprise_full")
+    assert list(run.signals.columns) == ["trace_id", "pos", "token_id", "surprise_full", "surprise_fast"]
+    config = run.meta["config"]
+    assert config["signals"] == ["surprise_full", "surprise_fast"]
+    assert (config["per_layer"], config["causal"]) == ([], [])  # what comes after a token is what it is read off
+    for name in config["signals"]:
+        field = pq.read_schema(tmp_path / "both" / "signals.parquet").field(name)
+        assert (field.type, field.nullable, field.metadata[b"causal"]) == (pa.float32(), True, b"false")
+    everything = observe(tmp_path / "all", TRACES[:1], signals="all,surprise_fast").signals
+    assert list(everything.columns) == ["trace_id", "pos", "token_id", *NAMES, "surprise_fast"]
+    box = run.signals.surprise_fast[run.signals.trace_id == "box"]
+    np.testing.assert_allclose(everything.surprise_fast, box, rtol=RTOL, atol=ATOL)
+
+
+def test_surprise_is_null_at_the_last_position_alone(tmp_path: Path) -> None:
+    run = observe(tmp_path, signals="surprise_full,surprise_fast,surprisal")
+    last = run.signals.groupby("trace_id").pos.transform("max") == run.signals.pos
+    assert last.sum() == 2
+    for name in ("surprise_full", "surprise_fast"):
+        assert run.signals[name].dtype == np.float32
+        assert (run.signals[name].isna() == last).all()
+        assert pq.read_table(tmp_path / "signals.parquet").column(name).null_count == 2
+    assert run.signals.surprisal.isna().sum() == 2  # another signal's own: the first token
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_surprise_beside_other_signals_is_what_it_is_alone(family: str) -> None:
+    """Passes, attention in another's place, and caches do not meet."""
+    model, ids = wrap(tiny.FAMILIES[family]()), tiny.token_ids(24)[0]
+    names = ("surprise_full", "surprise_fast")
+    together = read(model, ids, "surprise_full,surprise_fast,attention_mass,key_norm,hidden_change,surprisal")
+    for name in names:
+        np.testing.assert_allclose(together[name], read(model, ids, name)[name], rtol=RTOL, atol=ATOL)
+        assert np.isnan(together[name]).tolist() == [False] * 23 + [True]
+    assert not np.allclose(together[names[0]][:-1], together[names[1]][:-1], atol=0.1)
+    others = read(model, ids, "attention_mass,key_norm,hidden_change,surprisal")
+    for name, values in others.items():
+        assert np.array_equal(values, together[name], equal_nan=True)
+    assert hooks_in_place(model) == 0
 
 
 # What stays behind

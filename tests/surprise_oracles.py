@@ -113,7 +113,8 @@ def scores(model: Model, held: Held, variant: Variant, units: Sequence[int] | No
     own = torch.stack([rows[i, int(held.ids[0, i])] for i in range(n)])
     if variant.unit is not None and units is not None:
         own = torch.stack([own[[j for j in range(n) if units[j] == units[i]]].sum() for i in range(n)])
-    known = seen.any(1)
+    windows = model.sliding[0 if variant.layers is None else model.n_layers - variant.layers :]
+    known = torch.stack([within(seen[None], held.positions, window)[0].any(1) for window in set(windows)]).any(0)
     return torch.where(known, -own, 0.0), known
 
 
@@ -167,11 +168,13 @@ def _first_input(model: Model, what: dict[str, Tensor], held: Held) -> Tensor:
     return found[0]
 
 
-def kept(values: Sequence[float], known: Sequence[bool], n_held: int, frozen: int, recent: int) -> list[int]:
-    """The rows of one sequence without padding that stay: protected ones, then the highest, then the earliest."""
+def kept(
+    values: Sequence[float], known: Sequence[bool], n_held: int, frozen: int, recent: int, *, trailing: bool = True
+) -> list[int]:
+    """The rows of one sequence without padding that stay: protected, unknown (last first), highest, earliest ones."""
     n = len(values)
     if n <= n_held:
         return list(range(n))
-    protected = [i < frozen or i >= n - recent or not known[i] for i in range(n)]
-    order = sorted(range(n), key=lambda i: (not protected[i], -values[i], i))
+    protected = [i < frozen or i >= n - recent or (trailing and not any(known[i:])) for i in range(n)]
+    order = sorted(range(n), key=lambda i: (not protected[i], known[i], -values[i] if known[i] else -i, i))
     return sorted(order[:n_held])

@@ -32,6 +32,18 @@ SURPRISE = (
 TRACES = "max_new_tokens temperature chat grade seed limit force"
 
 
+def policy_calls(model: Any) -> dict[str, Callable[[Any], object]]:
+    """Policies, and what applies them."""
+    random = {"scorer": {"name": "random"}, "budget": {"tokens": 9}}
+    found: dict[str, Callable[[Any], object]] = {
+        "apply policy": lambda value: kvlens.apply(value, model).__enter__(),
+        "apply model": lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__(),
+    }
+    for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
+        found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
+    return found
+
+
 def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     """By name, each verb as a function of one of its arguments."""
     labels, signals = made_signals.planted(folder)
@@ -66,11 +78,7 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     for option in (*TRACES.split(), "out", "prompts"):
         usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
         found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)
-    found["apply policy"] = lambda value: kvlens.apply(value, model).__enter__()
-    random = {"scorer": {"name": "random"}, "budget": {"tokens": 9}}
-    found["apply model"] = lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__()
-    for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
-        found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
+    found |= policy_calls(model)
     scores = kvlens.surprise(texts, model, folder / "scores", variants="fast", budget=24)
     for option in ("html", "trace", "n"):
         found[f"inspect {option}"] = by_name(partial(kvlens.inspect, run), option)

@@ -1,11 +1,13 @@
 """Which rows of a cache stay at a refresh? Of J + frozen held in all, every row that is protected and the best others.
 
-1. Protected: the `frozen` first rows, the `recent` last ones (counted inside J), and rows without a score, such as the
-   last min_gap + 1, of which the future says nothing yet. A last unit of text that is longer than what is held has no
-   score either; of it the last rows stay.
-2. The rest by score, the highest stays; among equals the row that stands first.
-3. Padding goes before all else. Where a sequence of the batch has fewer rows than are held, padding fills it up.
-4. A cache of no more than J + frozen rows is kept whole.
+1. Protected: the `frozen` first rows, the `recent` last ones (counted inside J), and the last rows as far as none of
+   them has a score, such as the last min_gap + 1, of which the future says nothing yet. A last unit of text may be
+   longer than what is held: it is not protected.
+2. Other rows without a score (nothing within the window of any layer, or that unit) before all with one, the last
+   first.
+3. The rest by score, the highest stays; among equals the row that stands first.
+4. Padding goes before all else. Where a sequence of the batch has fewer rows than are held, padding fills it up.
+5. A cache of no more than J + frozen rows is kept whole.
 
 Source: counter-causal surprise (the cycle); protection by index sets and the tie rule are kvlens' own.
 """
@@ -30,7 +32,9 @@ def refresh(state: State, scores: Scores, budget: int, frozen: int = 0, recent: 
         return torch.arange(n, device=state.ids.device).expand(state.ids.shape)
     padding = _padding(state)
     unknown = ~scores.known & ~padding
-    protected = protected_rows(state, frozen, recent) | (unknown if state.units is None else torch.zeros_like(unknown))
+    protected = protected_rows(state, frozen, recent)
+    if state.units is None:
+        protected = protected | unknown.flip(1).cumprod(1).flip(1).bool()
     n_protected = int(protected.sum(1).max())
     if n_protected > n_held:
         raise InputError(
@@ -39,7 +43,7 @@ def refresh(state: State, scores: Scores, budget: int, frozen: int = 0, recent: 
         )
     row = torch.arange(n, device=state.ids.device).expand(state.ids.shape)
     values = torch.where(unknown, row.to(scores.values.dtype), scores.values)
-    # 2. two stable sorts, the weightier last: by score, then protected before unknown before others before padding
+    # 2. to 4. by two stable sorts, the weightier last: score, then protected, unknown, other rows, padding
     order = values.sort(stable=True, dim=1, descending=True).indices
     rank = 2 * protected.int() + (unknown & ~protected).int() - padding.int()
     order = order.gather(1, rank.gather(1, order).sort(stable=True, dim=1, descending=True).indices)

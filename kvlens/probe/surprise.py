@@ -165,10 +165,7 @@ class Job:
         """The rows of `refreshes`: every row held before a refresh, by variant."""
         columns: dict[str, list[Any]] = {name: [] for name in ("variant", "refresh", "n_seen", "pos", "score", "kept")}
         for name, surprise in self.passes.items():
-            try:
-                steps = list(cycles(surprise, ids, cycle, units.get(surprise.variant.unit or "")))
-            except InputError as error:  # a unit of this text is longer than what is held
-                raise InputError(f"trace '{tokens.trace.id}', '{name}': {error.message}", error.hint) from error
+            steps = cycles(surprise, ids, cycle, units.get(surprise.variant.unit or ""))
             for number, step in enumerate(steps):
                 n_rows = len(step.positions)
                 columns["variant"] += [name] * n_rows

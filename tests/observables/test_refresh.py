@@ -14,9 +14,10 @@ from kvlens.observables.refresh import protected_rows, refresh
 from kvlens.observables.surprise import Scores, State
 
 
-def state_of(n: int, n_rows: int = 1, n_pad: list[int] | None = None) -> State:
+def state_of(n: int, n_rows: int = 1, n_pad: list[int] | None = None, *, in_units: bool = False) -> State:
     positions = torch.arange(n).expand(n_rows, n)
-    return State(positions, positions, n_pad=None if n_pad is None else torch.tensor(n_pad))
+    units = positions if in_units else None
+    return State(positions, positions, units=units, n_pad=None if n_pad is None else torch.tensor(n_pad))
 
 
 def scored(values: list[list[float]], unknown: list[set[int]] | None = None) -> Scores:
@@ -33,10 +34,10 @@ def caches(draw: st.DrawFn) -> tuple[State, Scores, list[int]]:
     number = st.sampled_from([-2.5, -1.0, 0.0, 0.0, 1.0, 3.0]) | st.floats(-9, 9, width=32)
     values = [draw(st.lists(number, min_size=n, max_size=n)) for _ in range(n_rows)]
     n_pad = [draw(st.integers(0, n - 1)) for _ in range(n_rows)]
-    blind = draw(st.integers(0, n))
-    unknown = [{*range(n_pad[row]), *range(n - blind, n)} for row in range(n_rows)]
+    blind, alone = draw(st.integers(0, n)), draw(st.sets(st.integers(0, n - 1), max_size=3))
+    unknown = [{*range(n_pad[row]), *range(n - blind, n), *alone} for row in range(n_rows)]
     given_pad = n_pad if any(n_pad) or draw(st.booleans()) else None
-    return state_of(n, n_rows, given_pad), scored(values, unknown), n_pad
+    return state_of(n, n_rows, given_pad, in_units=draw(st.booleans())), scored(values, unknown), n_pad
 
 
 @given(caches(), st.integers(0, 16), st.sampled_from([0, 1, 2, 30]), st.sampled_from([0, 1, 3, 30]))
@@ -47,8 +48,9 @@ def test_what_stays_is_the_top_of_a_plain_sort(
     state, scores, n_pad = cache
     n, n_held = state.ids.shape[1], budget + frozen
     real = [range(pad, n) for pad in n_pad]
+    trailing = state.units is None
     protected = [
-        {i for i in rows if i < pad + frozen or i >= n - recent or not bool(scores.known[row, i])}
+        {i for i in rows if i < pad + frozen or i >= n - recent or (trailing and not bool(scores.known[row, i:].any()))}
         for row, (rows, pad) in enumerate(zip(real, n_pad, strict=True))
     ]
     if n > n_held and max(map(len, protected)) > n_held:
@@ -62,7 +64,7 @@ def test_what_stays_is_the_top_of_a_plain_sort(
         kept = found[row].tolist()
         assert kept == sorted({*kept})
         values, known = scores.values[row, pad:].tolist(), scores.known[row, pad:].tolist()
-        stays = [i + pad for i in oracle.kept(values, known, n_held, frozen, recent)]
+        stays = [i + pad for i in oracle.kept(values, known, n_held, frozen, recent, trailing=trailing)]
         assert [i for i in kept if i in rows] == stays
         assert set(stays) >= protected[row]
 
@@ -97,6 +99,20 @@ def test_the_most_surprising_rows_stay() -> None:
         refresh(state_of(7), scores, 6, recent=7)
     with pytest.raises(InputError):
         refresh(state_of(7), scores, 0)
+
+
+def test_rows_that_see_nothing_in_between_stay_before_scored_ones_and_give_way_to_protected_ones() -> None:
+    scores = scored([[3.0, 0.0, 2.0, 0.0, 9.0, 1.0, 0.0]], [{1, 3, 6}])
+    assert refresh(state_of(7), scores, 4).tolist() == [[1, 3, 4, 6]]
+    assert refresh(state_of(7), scores, 2).tolist() == [[3, 6]]
+    assert refresh(state_of(7), scores, 2, recent=2).tolist() == [[5, 6]]
+
+
+def test_of_a_last_unit_longer_than_what_is_held_the_last_rows_stay() -> None:
+    scores = scored([[3.0, 2.0, 0.0, 0.0, 0.0, 0.0]], [{2, 3, 4, 5}])
+    assert refresh(state_of(6, in_units=True), scores, 2, frozen=1).tolist() == [[0, 4, 5]]
+    with pytest.raises(InputError, match="5 protected"):
+        refresh(state_of(6), scores, 2, frozen=1)
 
 
 def test_padding_goes_first_and_fills_up_where_a_sequence_is_short() -> None:

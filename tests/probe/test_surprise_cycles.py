@@ -54,7 +54,9 @@ def simulate(model: Model, ids: Tensor, cycle: Cycle, *, fast: bool) -> Iterator
             continue
         scores = score(model, ids, held, cache, entering if fast else None)
         protected = {*held[: cycle.frozen], *held[len(held) - max(cycle.recent, 1) :]}
-        others = sorted((pos for pos in held if pos not in protected), key=lambda pos: (-scores[pos], pos))
+        others = [pos for pos in held if pos not in protected and pos in scores]
+        others = sorted(others, key=lambda pos: (-scores[pos], pos))
+        others = [pos for pos in held[::-1] if pos not in protected and pos not in scores] + others
         kept = protected | set(others[: cycle.budget + cycle.frozen - len(protected)])
         found = np.array([scores.get(pos, np.nan) for pos in held])
         yield Refreshed(stop, np.array(held), found, np.array([pos in kept for pos in held]))
@@ -62,11 +64,12 @@ def simulate(model: Model, ids: Tensor, cycle: Cycle, *, fast: bool) -> Iterator
 
 
 def score(model: Model, ids: Tensor, held: list[int], cache: Any, entering: Tensor | None) -> dict[int, float]:
-    """By position, minus the logit of each held token but the last, each seeing the held ones after it in the cache.
+    """By position, minus the logit of each held token that sees any: the held ones after it in the cache.
 
     The model's own forward pass; with `entering` its last block starts from these states, and its MLP puts out 0.
     """
     layers, own = cache_layers(cache), torch.tensor(held)
+    sees = torch.zeros(len(held), dtype=torch.bool)
 
     def attention(module: Any, query: Tensor, *_: Any, **kw: Any) -> tuple[Tensor, None]:
         layer = [id(one) for one in model.layers].index(id(module))
@@ -77,6 +80,7 @@ def score(model: Model, ids: Tensor, held: list[int], cache: Any, entering: Tens
         visible = (apart > 0) & torch.isin(torch.arange(keys.shape[1]), own)
         if kw.get("sliding_window") is not None:
             visible &= apart < kw["sliding_window"]
+        sees.logical_or_(visible.any(-1))
         products = query[0].double() @ keys.mT * kw["scaling"]
         weights = products.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
         return (weights @ values).to(query.dtype).transpose(0, 1)[None], None
@@ -90,7 +94,7 @@ def score(model: Model, ids: Tensor, held: list[int], cache: Any, entering: Tens
             stack.callback(last.mlp.register_forward_hook(lambda *args: torch.zeros_like(args[-1])).remove)
         rows = model.hf(ids[None, own], position_ids=own[None], use_cache=False).logits[0]
     found = -rows[torch.arange(len(own)), ids[own]].double()
-    return dict(zip(held[:-1], found[:-1].tolist(), strict=True))
+    return {pos: value for pos, value, seen in zip(held, found.tolist(), sees.tolist(), strict=True) if seen}
 
 
 @pytest.mark.parametrize("cycle", CYCLES.values(), ids=list(CYCLES))

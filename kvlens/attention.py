@@ -15,8 +15,6 @@ Contexts 3 to 5 restore everything on exit, on exceptions too.
 from __future__ import annotations
 
 import copy
-import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,16 +23,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvlens.backends import OVERRIDE_PREFIX, AttentionFunction, backend_called, own_backend, unused_backend_name
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
 
-AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 # (layer, the layer's own attention, query, key, value, keywords) -> output [batch, query, head, d_head]
 AroundFunction = Callable[[int, Callable[[], Tensor], Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
-OVERRIDE_PREFIX = "kvlens-override-"
-_override_number = itertools.count()
 
 
 class PrivateLayer(DynamicLayer):
@@ -180,21 +175,6 @@ def override(decoder: nn.Module, function: AttentionFunction) -> Iterator[None]:
                 config._attn_implementation = implementation
 
 
-def unused_backend_name() -> str:
-    """A name that no attention backend has; transformers builds no mask for a backend it does not know."""
-    return f"{OVERRIDE_PREFIX}{next(_override_number)}"
-
-
-@contextmanager
-def backend_called(name: str, function: AttentionFunction) -> Iterator[None]:
-    """Within it attention modules whose config names this backend call `function`."""
-    ALL_ATTENTION_FUNCTIONS[name] = function
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-
-
 @contextmanager
 def attention_override(model: Model, function: AttentionFunction) -> Iterator[None]:
     """Within it every attention layer of the model calls `function` instead of its backend.
@@ -240,35 +220,6 @@ def around_attention(model: Model, function: AroundFunction) -> Iterator[None]:
         finally:
             for module, config in zip(model.layers, former, strict=True):
                 module.config = config
-
-
-def causal_backend(model: Model) -> Callable[[Tensor, Tensor, Tensor, float], Tensor] | None:
-    """FlashAttention's causal attention of (query, keys, values [batch, head, pos, d_head], scale), where in use."""
-    if not model.attention.startswith("flash"):
-        return None
-    backend = ALL_ATTENTION_FUNCTIONS[model.attention]
-
-    def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        options: dict[str, Any] = {"scaling": scale, "dropout": 0.0, "is_causal": True}
-        output, _ = backend(model.layers[0], query, keys, values, None, **options)
-        return output.transpose(1, 2)
-
-    return causal
-
-
-def own_backend(module: Any) -> AttentionFunction:
-    """The function that this attention module calls now; raises ModelRefused where kvlens does not find it."""
-    name = str(module.config._attn_implementation)
-    if name in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[name]
-    # `eager` is in no table: every family writes its own, under one name
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if name != "eager" or eager is None:
-        raise ModelRefused(
-            f"{type(module).__name__}: kvlens does not find what its attention backend '{name}' calls",
-            "use --attention sdpa",
-        )
-    return eager
 
 
 @contextmanager

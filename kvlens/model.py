@@ -24,13 +24,13 @@ from kvlens.attention import (
     attention_override,
     cache_from,
     cache_layers,
-    causal_backend,
     ignores_masks,
     layer_masks,
     new_cache,
     private_cache,
     require_mask,
 )
+from kvlens.backends import causal_backend
 from kvlens.builtin import default_folder
 from kvlens.cached import DEFAULT_MODEL, DEFAULT_NOTE
 from kvlens.causal_lm import Model, SelfCheck

@@ -26,7 +26,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvlens.attention import around_attention, backend_called, unused_backend_name
+from kvlens.attention import around_attention
+from kvlens.backends import backend_called, unused_backend_name
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
 from kvlens.forward import blocks, hidden

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvlens.attention import check_mask, own_backend
+from kvlens.attention import check_mask
+from kvlens.backends import own_backend
 from kvlens.errors import InputError, ModelRefused
 from kvlens.model import (
     Model,

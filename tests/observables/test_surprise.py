@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvlens.attention import backend_called
+from kvlens.backends import backend_called
 from kvlens.errors import InputError, ModelRefused
 from kvlens.model import Model, wrap
 from kvlens.observables.refresh import refresh

@@ -31,13 +31,29 @@ def surprise(found: dict[str, Any]) -> list[str]:
         if all(fact["n_traces"] for fact in facts):
             shown = f"`{name}`" if name.startswith(("full", "fast", "layers")) else name
             lines.append(f"| {shown} | " + " | ".join(spread(fact) for fact in facts) + " |")
-    return [*lines, "", *kept_half(sources, names), "", *controls(found)]
+    return [*lines, "", *sizes(sources), "", *kept_half(sources, names), "", *controls(found)]
+
+
+RIVALS = ("key norm", "hidden change", "hidden change z", "attention mass")
+
+
+def sizes(sources: dict[str, Any]) -> list[str]:
+    """The same with the size of the effect."""
+    lines = [
+        "The same with the size of the effect, whatever its sign:",
+        "",
+        "| rule | " + " | ".join(SOURCES[name] for name in sources) + " |",
+        "|---" * (len(sources) + 1) + "|",
+    ]
+    for name in (*MIRRORED, *RIVALS):
+        facts = [source["rules"][name]["rho_size"] for source in sources.values()]
+        lines.append(f"| {name} | " + " | ".join(map(spread, facts)) + " |")
+    return lines
 
 
 def kept_half(sources: dict[str, Any], names: list[str]) -> list[str]:
     """What half of the tokens keeps of the positive effects, as a decision: raw scores, position and all."""
-    rivals = ("sliding window", "key norm", "hidden change z", "attention mass", "log-frequency")
-    chosen = [*MIRRORED, "full,clause", *rivals]
+    chosen = [*MIRRORED, "full,clause", "sliding window", *RIVALS, "log-frequency"]
     lines = [
         "The same rules as a decision: the share of all positive effects that the better half of the tokens holds "
         "(.50 by chance), scores as they are.",

@@ -2,8 +2,8 @@
 
 Reads data/results/04_surprise.json and the run beside it, which experiments/04_surprise.py wrote. Top: correlation with
 occlusion labels, each variant, its mirror from the past, and other rules. Middle: what a text's own future says of a
-token beyond another text's, and what a verbatim repetition later does. Bottom: what stays at each refresh, and how
-stale scores get.
+token beyond another text's, and what a verbatim repetition later does. Bottom: what stays at each refresh of one text, and
+how stale scores get.
 Run: python figures/04_surprise.py
 """
 
@@ -83,6 +83,25 @@ def repetition(found: dict[str, Any], ax: Axes) -> None:
     describe(ax, title, "minus log p, difference in nats a token", "", 36)
 
 
+def stale(found: dict[str, Any], ax: Axes) -> None:
+    """How far the order of held tokens is still that of some refreshes before, by source."""
+    for source, facts in found["sources"].items():
+        for variant, colour in (("full", plots.PLUS), ("fast", plots.MINUS)):
+            rows = facts["staleness"][variant]
+            x = [int(apart) for apart in rows]
+            ax.vlines(x, [row["low"] for row in rows.values()], [row["high"] for row in rows.values()], colour, lw=0.8)
+            means = [row["mean"] for row in rows.values()]
+            ax.plot(x, means, MARKS[source] + "-", color=colour, ms=3, lw=0.7, mew=0.5)
+    for variant, colour in (("full", plots.PLUS), ("fast", plots.MINUS)):
+        ax.plot([], [], color=colour, label=variant)
+    ax.set_ylim(0, 1.05)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower left", handletextpad=0.3)
+    title = [f"{found['budget']} + 4 tokens held, refreshed every {found['every']}", "95 % interval over traces"]
+    describe(ax, title, "refreshes between", "rank correlation of scores", 40)
+
+
 def draw(results: Path = RESULTS, svg: Path = SVG) -> None:
     """Writes the figure; the same results give the same bytes, whatever the user's settings."""
     found = json.loads((results / "04_surprise.json").read_text())
@@ -95,7 +114,7 @@ def draw(results: Path = RESULTS, svg: Path = SVG) -> None:
         repetition(found, figure.add_subplot(grid[1, 1]))
         run = results / "04_surprise"
         plots.kept_tokens(run, variant="fast", ax=figure.add_subplot(grid[2, 0]))
-        plots.score_staleness(run, ax=figure.add_subplot(grid[2, 1]))
+        stale(found, figure.add_subplot(grid[2, 1]))
         about = {"Title": "Does counter-causal surprise say which tokens matter", "Date": None, "Creator": None}
         figure.savefig(svg, metadata=about)
 

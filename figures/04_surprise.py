@@ -2,8 +2,8 @@
 
 Reads data/results/04_surprise.json and the run beside it, which experiments/04_surprise.py wrote. Top: correlation with
 occlusion labels, each variant, its mirror from the past, and other rules. Middle: what a text's own future says of a
-token beyond another text's, and what a verbatim repetition later does. Bottom: what stays at each refresh of one text, and
-how stale scores get.
+token beyond another text's, and what a verbatim repetition later does. Bottom: what stays at each refresh of one text,
+and how stale scores get.
 Run: python figures/04_surprise.py
 """
 
@@ -35,26 +35,28 @@ def interval(ax: Axes, fact: dict[str, float], y: float, colour: str, mark: str,
     ax.plot(fact["mean"], y, mark, color=colour, mfc=face or colour, ms=3, mew=0.7)
 
 
-def correlations(found: dict[str, Any], ax: Axes) -> None:
+def correlations(found: dict[str, Any], ax: Axes, key: str, what: str) -> None:
     """Partial rank correlation with the labels, by rule and source; open marks: the mirror from the past."""
     rows = [*MIRRORED, *OTHERS][::-1]
     for source, facts in found["sources"].items():
         shift = 0.18 * (1.5 - list(NAMES).index(source))
         for y, name in enumerate(rows):
             colour = plots.PLUS if name in MIRRORED else SOFT
-            interval(ax, facts["rules"][name]["rho_position_frequency"], y + shift, colour, MARKS[source])
+            interval(ax, facts["rules"][name][key], y + shift, colour, MARKS[source])
             if name in MIRRORED:
-                fact = facts["rules"][f"{name},past"]["rho_position_frequency"]
+                fact = facts["rules"][f"{name},past"][key]
                 interval(ax, fact, y + shift - 0.07, plots.MINUS, MARKS[source], "white")
     ax.axvline(0, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yticks(range(len(rows)), rows)
+    ax.set_ylim(-0.6, len(rows) + 0.9)
+    describe(ax, [what, "95 % interval; beyond position and frequency"], "rank correlation", "", 36)
+
+
+def legend(found: dict[str, Any], ax: Axes) -> None:
     for source, facts in found["sources"].items():
         ax.plot([], [], MARKS[source], color=INK, ms=3, label=f"{NAMES[source]} (n = {facts['n_traces']})")
     ax.plot([], [], "o", color=plots.MINUS, mfc="white", ms=3, label="from the past")
-    ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.2, ncols=3, loc="upper center", columnspacing=0.7)
-    ax.set_ylim(-0.6, len(rows) + 0.7)
-    title = [found["model"] + f", {found['dtype']}", "95 % interval over traces; controlled for position and frequency"]
-    describe(ax, title, "rank correlation with the effect of evicting the token", "", 90)
+    ax.legend(fontsize=TEXT_POINTS - 1, frameon=False, handletextpad=0.1, ncols=2, loc="upper left", columnspacing=0.5)
 
 
 def information(found: dict[str, Any], ax: Axes) -> None:
@@ -109,7 +111,11 @@ def draw(results: Path = RESULTS, svg: Path = SVG) -> None:
     with style.context(["default", {"svg.hashsalt": svg.stem}]):
         figure = Figure(figsize=(2 * width, 4.3 * height), layout="constrained")
         grid = figure.add_gridspec(3, 2, height_ratios=(1.7, 1, 1))
-        correlations(found, figure.add_subplot(grid[0, :]))
+        left, right = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+        correlations(found, left, "rho_position_frequency", "With the effect of evicting the token")
+        correlations(found, right, "rho_size", "With the size of the effect")
+        legend(found, left)
+        right.tick_params(labelleft=False)
         information(found, figure.add_subplot(grid[1, 0]))
         repetition(found, figure.add_subplot(grid[1, 1]))
         run = results / "04_surprise"

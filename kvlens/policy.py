@@ -28,7 +28,7 @@ class _Part(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:  # a file may have a field named self
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -72,6 +72,8 @@ class Allocate(_Part):
     def _check(self) -> Allocate:
         if (self.table is None) != (self.name == "uniform"):
             raise ValueError("`table` belongs to allocate.name 'table', and only there")
+        if self.parameters:
+            raise ValueError(f"allocate.name {self.name!r} takes no parameters")
         return self
 
 
@@ -140,8 +142,10 @@ class Policy(_Part):
 
 def refusal(error: ValidationError) -> InputError:
     """What pydantic found first, as an error of kvlens."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    reason = first["msg"].removeprefix("Value error, ")
+    first = error.errors(include_url=False)[0]
+    where = ".".join(part if str(part).isprintable() else repr(part) for part in map(str, first["loc"]))
+    reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     what = f": {first['input']!r:.80}" if where and first["type"] != "missing" else ""
-    return InputError(f"policy{' field ' + where if where else ''}{what}: {reason}", "see `kvlens export --help`")
+    return InputError(
+        f"policy{' field ' + where[:80] if where else ''}{what}: {reason[:400]}", "see `kvlens export --help`"
+    )

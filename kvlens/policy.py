@@ -43,7 +43,11 @@ class ScorerChoice(_Part):
 
     def make(self) -> Scorer:
         """The scorer itself."""
-        return table.make(self.name, self.parameters)
+        try:
+            return table.make(self.name, self.parameters)
+        except InputError as error:
+            hint = error.hint or "leave the parameter out for its default"
+            raise InputError(error.message, hint) from error
 
 
 class Protect(_Part):
@@ -102,7 +106,7 @@ class Policy(_Part):
     scorer: ScorerChoice
     budget: Budget
     protect: Protect = Protect()
-    trigger: str = "every:128"
+    trigger: Annotated[str, Field(json_schema_extra={"pattern": f"^({TRIGGER.pattern})$"})] = "every:128"
     granularity: Granularity = Granularity()
     reduce: Literal["all", "layer", "head"] = "all"
     positions: Literal["absolute"] = "absolute"

@@ -1,9 +1,9 @@
 """What does a policy file hold, and which files are refused? One JSON object, schema `kvlens.policy/1`.
 
-1. `PolicyFile`: a policy, and with it for which model it was made, from which runs (hash and headline numbers), when and
-   by which version. `policy_schema.json` beside this file is its JSON Schema.
-2. `read_policy`: an ordinary file of at most a mebibyte; strict JSON (UTF-8, no NaN, no name twice, shallow); the schema
-   known; then every field is checked. Nothing in it is run, and no other file is opened for it.
+1. `PolicyFile`: a policy, and with it for which model it was made, from which runs (hash and headline numbers), when
+   and by which version. `policy_schema.json` beside this file is its JSON Schema.
+2. `read_policy`: an ordinary file of at most a mebibyte; strict JSON (UTF-8, no NaN, no name twice, shallow); the
+   schema known; then every field is checked. Nothing in it is run, and no other file is opened for it.
 3. `check_model`: a policy made for layers and heads of other numbers is refused.
 4. `write_policy`: what it replaces is the same policy, or asked for.
 """
@@ -64,6 +64,11 @@ class PolicyFile(Policy):
         return {"schema": found.pop("schema")} | found
 
 
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a policy file, as `policy_schema.json` holds it; what it lets through is checked further."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **PolicyFile.model_json_schema()}
+
+
 # 2.
 
 
@@ -102,9 +107,7 @@ def _strict_json(file: Path, content: bytes) -> Any:
     if len(content) > MOST_BYTES:
         _refuse(file, f"it has more than {MOST_BYTES:,} bytes")
     try:
-        value = json.loads(
-            content.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_name_twice
-        )
+        value = json.loads(content.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_no_name_twice)
     except UnicodeDecodeError as error:
         _refuse(file, f"invalid UTF-8 at byte {error.start + 1}")
     except RecursionError:

@@ -2,7 +2,7 @@
 
 1. `PolicyFile`: a policy, and with it for which model it was made, from which runs (hash and headline numbers), when
    and by which version. `policy_schema.json` beside this file is its JSON Schema.
-2. `read_policy`: an ordinary file of at most a mebibyte; strict JSON (UTF-8, no NaN, no name twice, shallow); the
+2. `read_policy`: an ordinary file of at most 256 KiB; strict JSON (UTF-8, no NaN, no name twice, shallow); the
    schema known; then every field is checked. Nothing in it is run, and no other file is opened for it.
 3. `check_model`: a policy made for layers and heads of other numbers is refused.
 4. `write_policy`: what it replaces is the same policy, or asked for.
@@ -23,7 +23,7 @@ from kvlens.policy import Policy, Positive, _Part
 from kvlens.provenance import plain
 
 SCHEMA = "kvlens.policy/1"
-MOST_BYTES = 2**20
+MOST_BYTES = 2**18
 MOST_DEPTH = 12
 HINT = "write one with `kvlens export`"
 _ANOTHER = "choose another file, or add --force to replace it"

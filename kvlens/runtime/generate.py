@@ -243,7 +243,7 @@ def _room(model: Model, n_prompt: int, max_new_tokens: int, beyond_context: bool
 # 3.
 
 
-class Speaker(BaseStreamer):  # type: ignore[misc]
+class Speaker(BaseStreamer):
     """Tells the text as tokens come; a character that is not whole yet waits for its other tokens."""
 
     def __init__(self, model: Model, prompt: Sequence[int], tell: Callable[[str], None]) -> None:

@@ -26,7 +26,19 @@ LABEL = (
 )
 OBSERVE = "signals chat target_tokens device dtype attention seed limit beyond_context force"
 CEILINGS = "budgets rows_per_head nulls cross_entropy chat device dtype attention seed limit beyond_context force"
+EXPORT = (
+    "source bands parameters sinks recent protect_prompt trigger page_size storage allocate reduce budget_tokens "
+    "budget_bytes keep_fraction out model"
+)
+GENERATE = "policy budget_tokens budget_bytes keep_fraction temperature seed chat report events device dtype attention"
 TRACES = "max_new_tokens temperature chat grade seed limit force"
+FILE = {
+    "schema": "kvlens.policy/1",
+    "scorer": {"name": "random"},
+    "budget": {"tokens": 9},
+    "created": "2026-01-02T03:04:05+00:00",
+    "kvlens_version": "0.1.0",
+}
 
 
 def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
@@ -64,6 +76,19 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     found["apply model"] = lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__()
     for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
         found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
+    for option in EXPORT.split():
+        usual = {"scorer": "random", "out": folder / "policy.json", "force": True}
+        found[f"export {option}"] = by_name(partial(kvlens.export, None), option, **usual)
+    found["export scorer"] = lambda value: kvlens.export(None, folder / "policy.json", scorer=value)
+    for option in GENERATE.split():
+        usual = {"prompt": "a = 17", "model": model, "max_new_tokens": 1}
+        found[f"generate {option}"] = by_name(kvlens.generate, option, **usual)
+    found["generate prompt"] = lambda value: kvlens.generate(value, model, max_new_tokens=1)
+    found["generate max_new_tokens"] = lambda value: kvlens.generate("a", model, max_new_tokens=value)
+    found["generate model"] = lambda value: kvlens.generate("a", value, max_new_tokens=1)
+    found["read_policy"] = kvlens.read_policy
+    found["PolicyFile model"] = lambda value: kvlens.PolicyFile(**FILE | {"model": value})
+    found["PolicyFile evidence"] = lambda value: kvlens.PolicyFile(**FILE | {"evidence": value})
     for option in ("html", "trace", "n"):
         found[f"inspect {option}"] = by_name(partial(kvlens.inspect, run), option)
     return found | {"inspect run": kvlens.inspect, "load": kvlens.load, "show": partial(kvlens.show, run)}

@@ -44,7 +44,7 @@ def generate(
     Cost: one prefill and a forward pass a token.
     """
     stops = sorted(stop_ids(model))
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    sampling = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
     ids = torch.tensor([list(prompt)], device=model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)

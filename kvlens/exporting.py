@@ -117,7 +117,7 @@ def export(
         "created": now(),
         "kvlens_version": __version__,
     }
-    return write_policy(PolicyFile(**plain(wanted | document)), target, force=force)
+    return write_policy(PolicyFile(**_mapping("options", wanted | document)), target, force=force)
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,14 +41,39 @@ FILE = {
 }
 
 
+def by_name(verb: Callable[..., object], option: str, **usual: Any) -> Callable[[Any], object]:
+    return lambda value: verb(**(usual | {option: value}))
+
+
+def of_policies(folder: Path, model: Any) -> dict[str, Callable[[Any], object]]:
+    """The same for what makes policies and works under them."""
+    found: dict[str, Callable[[Any], object]] = {}
+    found["apply policy"] = lambda value: kvlens.apply(value, model).__enter__()
+    random = {"scorer": {"name": "random"}, "budget": {"tokens": 9}}
+    found["apply model"] = lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__()
+    for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
+        found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
+    for option in EXPORT.split():
+        usual = {"scorer": "random", "out": folder / "policy.json", "force": True}
+        found[f"export {option}"] = by_name(kvlens.export, option, **usual)
+    found["export scorer"] = lambda value: kvlens.export(None, folder / "policy.json", scorer=value)
+    for option in GENERATE.split():
+        usual = {"prompt": "a = 17", "model": model, "max_new_tokens": 1}
+        found[f"generate {option}"] = by_name(kvlens.generate, option, **usual)
+    found["generate prompt"] = lambda value: kvlens.generate(value, model, max_new_tokens=1)
+    found["generate max_new_tokens"] = lambda value: kvlens.generate("a", model, max_new_tokens=value)
+    found["generate model"] = lambda value: kvlens.generate("a", value, max_new_tokens=1)
+    found["read_policy"] = kvlens.read_policy
+    found["PolicyFile model"] = lambda value: kvlens.PolicyFile(**FILE | {"model": value})
+    found["PolicyFile evidence"] = lambda value: kvlens.PolicyFile(**FILE | {"evidence": value})
+    return found
+
+
 def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     """By name, each verb as a function of one of its arguments."""
     labels, signals = made_signals.planted(folder)
     texts, model = [tiny_runs.as_trace(row) for row in tiny_runs.ROWS], tiny_runs.model()
     run = kvlens.label(texts, model, folder / "lab", window=8)
-
-    def by_name(verb: Callable[..., object], option: str, **usual: Any) -> Callable[[Any], object]:
-        return lambda value: verb(**(usual | {option: value}))
 
     found: dict[str, Callable[[Any], object]] = {"control": lambda value: (object(),)[value]}
     pair = {"labels": labels, "signals": signals, "out": folder / "made"}
@@ -71,24 +96,7 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     for option in (*TRACES.split(), "out", "prompts"):
         usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
         found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)
-    found["apply policy"] = lambda value: kvlens.apply(value, model).__enter__()
-    random = {"scorer": {"name": "random"}, "budget": {"tokens": 9}}
-    found["apply model"] = lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__()
-    for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
-        found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
-    for option in EXPORT.split():
-        usual = {"scorer": "random", "out": folder / "policy.json", "force": True}
-        found[f"export {option}"] = by_name(partial(kvlens.export, None), option, **usual)
-    found["export scorer"] = lambda value: kvlens.export(None, folder / "policy.json", scorer=value)
-    for option in GENERATE.split():
-        usual = {"prompt": "a = 17", "model": model, "max_new_tokens": 1}
-        found[f"generate {option}"] = by_name(kvlens.generate, option, **usual)
-    found["generate prompt"] = lambda value: kvlens.generate(value, model, max_new_tokens=1)
-    found["generate max_new_tokens"] = lambda value: kvlens.generate("a", model, max_new_tokens=value)
-    found["generate model"] = lambda value: kvlens.generate("a", value, max_new_tokens=1)
-    found["read_policy"] = kvlens.read_policy
-    found["PolicyFile model"] = lambda value: kvlens.PolicyFile(**FILE | {"model": value})
-    found["PolicyFile evidence"] = lambda value: kvlens.PolicyFile(**FILE | {"evidence": value})
+    found |= of_policies(folder, model)
     for option in ("html", "trace", "n"):
         found[f"inspect {option}"] = by_name(partial(kvlens.inspect, run), option)
     return found | {"inspect run": kvlens.inspect, "load": kvlens.load, "show": partial(kvlens.show, run)}

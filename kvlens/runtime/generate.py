@@ -34,6 +34,7 @@ from kvlens.runtime.report import Report
 from kvlens.tokenising import prompt_ids
 
 SCHEMA = "kvlens.generated/1"
+COLDEST, HOTTEST = 1e-3, 1e3  # beyond, logits overflow or all tokens are alike
 EVENTS = pa.schema(
     [
         ("step", pa.int32()),
@@ -175,11 +176,12 @@ def _check(prompt: object, max_new_tokens: object, temperature: Any, seed: Any) 
         raise InputError(f"prompt {prompt!r:.80} is no text", "give a prompt with text in it")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise InputError("the prompt is no valid UTF-8", "save the text as UTF-8")
-    numbers = type(max_new_tokens) is int and type(temperature) in (int, float)
-    if not numbers or max_new_tokens < 1 or not 0 <= temperature < float("inf"):  # type: ignore[operator]
+    count = type(max_new_tokens) is int and max_new_tokens >= 1  # type: ignore[operator]
+    warm = type(temperature) in (int, float) and (temperature == 0 or COLDEST <= temperature <= HOTTEST)
+    if not (count and warm):
         raise InputError(
             f"cannot generate {max_new_tokens!r:.80} tokens at temperature {temperature!r:.80}",
-            "give at least 1 token and a temperature of 0 or more",
+            f"give at least 1 token and a temperature of 0, or from {COLDEST:g} to {HOTTEST:g}",
         )
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise InputError(f"seed {seed!r:.80} is no whole number of 0 or more", "give one below 2^63")

@@ -400,3 +400,6 @@ def test_numpy_parameters_are_written_as_numbers(tmp_path: Path) -> None:
     assert made.scorer.parameters["window"] == 32
     with pytest.raises(InputError, match="hold what no file can"):
         kvlens.export(None, tmp_path / "q.json", scorer="epikv", parameters={"window": object()})
+    for wrong in ("x", 1.5, -1, True):
+        with pytest.raises(InputError, match=r"valid integer|greater than or equal"):
+            PolicyFile(**made.document() | {"protect": {"sinks": wrong}})

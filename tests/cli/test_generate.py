@@ -337,6 +337,7 @@ def test_a_space_that_the_tokenizer_drops_in_front_is_told(kind: str) -> None:
         (["a", "--temperature", "-1"], 2, "--temperature"),
         (["a", "--temperature", "nan"], 2, "temperature"),
         (["a", "--temperature", "inf"], 2, "temperature inf"),
+        (["a", "--temperature", "1e-40"], 2, "temperature 1e-40"),
         (["a", "--seed", "99999999999999999999"], 2, "seed"),
         (["a", "-m", "{here}/nowhere"], 2, "no such model folder"),
         (["a", "--attention", "flash_attention_2"], 3, "flash_attention_2"),

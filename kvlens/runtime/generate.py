@@ -176,7 +176,7 @@ def _check(prompt: object, max_new_tokens: object, temperature: Any, seed: Any) 
         raise InputError(f"prompt {prompt!r:.80} is no text", "give a prompt with text in it")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise InputError("the prompt is no valid UTF-8", "save the text as UTF-8")
-    count = type(max_new_tokens) is int and max_new_tokens >= 1  # type: ignore[operator]
+    count = type(max_new_tokens) is int and max_new_tokens >= 1
     warm = type(temperature) in (int, float) and (temperature == 0 or COLDEST <= temperature <= HOTTEST)
     if not (count and warm):
         raise InputError(

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,18 +26,25 @@ def stop_ids(model: Model) -> frozenset[int]:
 
 @torch.no_grad()
 def generate(
-    model: Model, prompt: Sequence[int], *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+    model: Model,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    streamer: Any = None,
 ) -> list[int]:
     """The ids that the model writes after `prompt`, up to and without the one that ends the text.
 
     Args:
         temperature: 0 takes the likeliest token; else tokens are drawn from the whole softmax at this temperature.
         seed: of the draws; the global random state is left as it was.
+        streamer: one of transformers', told of the prompt and of every token as it comes, the one that ends included.
 
     Cost: one prefill and a forward pass a token.
     """
     stops = sorted(stop_ids(model))
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    sampling = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature else {}
     ids = torch.tensor([list(prompt)], device=model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -46,6 +54,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             eos_token_id=stops or None,
             pad_token_id=stops[0] if stops else 0,
+            streamer=streamer,
             **{"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0} | sampling,
         )
     new = written[0, len(prompt) :].tolist()

@@ -28,7 +28,7 @@ class _Part(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:  # a file may have a field named self
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -43,7 +43,11 @@ class ScorerChoice(_Part):
 
     def make(self) -> Scorer:
         """The scorer itself."""
-        return table.make(self.name, self.parameters)
+        try:
+            return table.make(self.name, self.parameters)
+        except InputError as error:
+            hint = error.hint or "leave the parameter out for its default"
+            raise InputError(error.message, hint) from error
 
 
 class Protect(_Part):
@@ -72,6 +76,8 @@ class Allocate(_Part):
     def _check(self) -> Allocate:
         if (self.table is None) != (self.name == "uniform"):
             raise ValueError("`table` belongs to allocate.name 'table', and only there")
+        if self.parameters:
+            raise ValueError(f"allocate.name {self.name!r} takes no parameters")
         return self
 
 
@@ -100,7 +106,7 @@ class Policy(_Part):
     scorer: ScorerChoice
     budget: Budget
     protect: Protect = Protect()
-    trigger: str = "every:128"
+    trigger: Annotated[str, Field(json_schema_extra={"pattern": f"^({TRIGGER.pattern})$"})] = "every:128"
     granularity: Granularity = Granularity()
     reduce: Literal["all", "layer", "head"] = "all"
     positions: Literal["absolute"] = "absolute"
@@ -140,8 +146,10 @@ class Policy(_Part):
 
 def refusal(error: ValidationError) -> InputError:
     """What pydantic found first, as an error of kvlens."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    reason = first["msg"].removeprefix("Value error, ")
+    first = error.errors(include_url=False)[0]
+    where = ".".join(part if str(part).isprintable() else repr(part) for part in map(str, first["loc"]))
+    reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     what = f": {first['input']!r:.80}" if where and first["type"] != "missing" else ""
-    return InputError(f"policy{' field ' + where if where else ''}{what}: {reason}", "see `kvlens export --help`")
+    return InputError(
+        f"policy{' field ' + where[:80] if where else ''}{what}: {reason[:400]}", "see `kvlens export --help`"
+    )

@@ -32,8 +32,7 @@ def tokenize(
         InputError: an empty target, fewer than 2 context tokens, more than `max_tokens` tokens, a tokenizer without
             character offsets, or `chat` where there is no template or no prompt.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise _error(trace, "this tokenizer gives no character offsets", "use the model's fast tokenizer")
+    _refuse_slow(trace, tokenizer)
     pieces = _pieces(trace, tokenizer, chat)
     ids: list[int] = []
     char_spans: list[tuple[int, int]] = []
@@ -62,6 +61,26 @@ def tokenize(
         char_spans=np.asarray(char_spans, dtype=np.int32).reshape(-1, 2),
     )
     return replace(tokens, spans=tuple(token_ranges(tokens, trace.spans)))
+
+
+def prompt_ids(prompt: str, tokenizer: Any, *, chat: bool = False) -> list[int]:
+    """The tokens that a model reads for a prompt, the same that `tokenize` gives the prompt of a trace.
+
+    Raises: InputError as there, and for a prompt without tokens.
+    """
+    trace = Trace("prompt", prompt=prompt)
+    _refuse_slow(trace, tokenizer)
+    ids, _ = encode(tokenizer, _pieces(trace, tokenizer, chat)[0], first=True)
+    bos = [] if chat else _bos(tokenizer)
+    ids = ids if ids[: len(bos)] == bos else bos + ids
+    if not ids:
+        raise _error(trace, "it has no tokens", "give a prompt with text in it")
+    return ids
+
+
+def _refuse_slow(trace: Trace, tokenizer: Any) -> None:
+    if not getattr(tokenizer, "is_fast", False):
+        raise _error(trace, "this tokenizer gives no character offsets", "use the model's fast tokenizer")
 
 
 def _error(trace: Trace, reason: str, hint: str = "") -> InputError:

@@ -29,18 +29,46 @@ CEILINGS = "budgets rows_per_head nulls cross_entropy chat device dtype attentio
 SURPRISE = (
     "variants budget every frozen recent chat target_tokens device dtype attention seed limit beyond_context force"
 )
+EXPORT = (
+    "source bands parameters sinks recent protect_prompt trigger page_size storage allocate reduce budget_tokens "
+    "budget_bytes keep_fraction out model"
+)
+GENERATE = "policy budget_tokens budget_bytes keep_fraction temperature seed chat report events device dtype attention"
 TRACES = "max_new_tokens temperature chat grade seed limit force"
+FILE = {
+    "schema": "kvlens.policy/1",
+    "scorer": {"name": "random"},
+    "budget": {"tokens": 9},
+    "created": "2026-01-02T03:04:05+00:00",
+    "kvlens_version": "0.1.0",
+}
 
 
-def policy_calls(model: Any) -> dict[str, Callable[[Any], object]]:
-    """Policies, and what applies them."""
+def by_name(verb: Callable[..., object], option: str, **usual: Any) -> Callable[[Any], object]:
+    return lambda value: verb(**(usual | {option: value}))
+
+
+def of_policies(folder: Path, model: Any) -> dict[str, Callable[[Any], object]]:
+    """The same for what makes policies and works under them."""
+    found: dict[str, Callable[[Any], object]] = {}
+    found["apply policy"] = lambda value: kvlens.apply(value, model).__enter__()
     random = {"scorer": {"name": "random"}, "budget": {"tokens": 9}}
-    found: dict[str, Callable[[Any], object]] = {
-        "apply policy": lambda value: kvlens.apply(value, model).__enter__(),
-        "apply model": lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__(),
-    }
+    found["apply model"] = lambda value: kvlens.apply(kvlens.Policy(**random), value).__enter__()
     for option in ("scorer", "budget", "protect", "trigger", "granularity", "reduce", "storage", "allocate"):
         found[f"Policy {option}"] = lambda value, option=option: kvlens.Policy(**random | {option: value})
+    for option in EXPORT.split():
+        usual = {"scorer": "random", "out": folder / "policy.json", "force": True}
+        found[f"export {option}"] = by_name(kvlens.export, option, **usual)
+    found["export scorer"] = lambda value: kvlens.export(None, folder / "policy.json", scorer=value)
+    for option in GENERATE.split():
+        usual = {"prompt": "a = 17", "model": model, "max_new_tokens": 1}
+        found[f"generate {option}"] = by_name(kvlens.generate, option, **usual)
+    found["generate prompt"] = lambda value: kvlens.generate(value, model, max_new_tokens=1)
+    found["generate max_new_tokens"] = lambda value: kvlens.generate("a", model, max_new_tokens=value)
+    found["generate model"] = lambda value: kvlens.generate("a", value, max_new_tokens=1)
+    found["read_policy"] = kvlens.read_policy
+    found["PolicyFile model"] = lambda value: kvlens.PolicyFile(**FILE | {"model": value})
+    found["PolicyFile evidence"] = lambda value: kvlens.PolicyFile(**FILE | {"evidence": value})
     return found
 
 
@@ -49,9 +77,6 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     labels, signals = made_signals.planted(folder)
     texts, model = [tiny_runs.as_trace(row) for row in tiny_runs.ROWS], tiny_runs.model()
     run = kvlens.label(texts, model, folder / "lab", window=8)
-
-    def by_name(verb: Callable[..., object], option: str, **usual: Any) -> Callable[[Any], object]:
-        return lambda value: verb(**(usual | {option: value}))
 
     found: dict[str, Callable[[Any], object]] = {"control": lambda value: (object(),)[value]}
     pair = {"labels": labels, "signals": signals, "out": folder / "made"}
@@ -78,8 +103,8 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
     for option in (*TRACES.split(), "out", "prompts"):
         usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
         found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)
-    found |= policy_calls(model)
     scores = kvlens.surprise(texts, model, folder / "scores", variants="fast", budget=24)
+    found |= of_policies(folder, model)
     for option in ("html", "trace", "n"):
         found[f"inspect {option}"] = by_name(partial(kvlens.inspect, run), option)
         found[f"inspect surprise {option}"] = by_name(partial(kvlens.inspect, scores), option)

@@ -41,6 +41,8 @@ VERBS = (
     Verb("compare-labels", "kvlens.cli.compare_labels", "Compare two label runs of the same traces."),
     Verb("ceilings", "kvlens.cli.ceilings", "Measure how much any choice of kept keys could gain over the largest."),
     Verb("surprise", "kvlens.cli.surprise", "Score tokens by what the future cannot predict, and evict by it."),
+    Verb("export", "kvlens.cli.export", "Write a policy file from a finding, or from named parameters."),
+    Verb("generate", "kvlens.cli.generate", "Let a model write under a policy that really evicts."),
     Verb(
         "inspect",
         "kvlens.cli.inspect",
@@ -51,6 +53,7 @@ VERBS = (
 )
 
 INTERNAL, INTERRUPTED = 70, 130
+AT_ONCE = ("export", "generate", "inspect")  # verbs that write at their end or not at all
 DEBUG = "--debug"
 EPILOG = f"{DEBUG}, anywhere, adds the traceback to an error."
 _LACKING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOMEM}
@@ -76,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             output.note(traceback.format_exc().rstrip())
     if code == INTERRUPTED:
-        output.error("interrupted", "the same command continues where it stopped")
+        again = "nothing was written, run it again"
+        hint = again if words[0] in AT_ONCE else "the same command continues where it stopped"
+        output.error("interrupted", hint)
     return code if isinstance(code, int) else 0
 
 

@@ -35,3 +35,13 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what the folder ho
 Json = Annotated[bool, typer.Option("--json", help="Answer with one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Answer with paths only, and no progress.")]
 Workers = Annotated[str, typer.Option("--workers", help="Processes to use: a number, or ray[:ADDRESS].")]
+BudgetTokens = Annotated[
+    int | None, typer.Option("--budget-tokens", min=1, metavar="N", help="Tokens that each KV head may hold.")
+]
+BudgetBytes = Annotated[
+    int | None,
+    typer.Option("--budget-bytes", min=1, metavar="N", help="Bytes of keys and values that a text may take."),
+]
+KeepFraction = Annotated[
+    float | None, typer.Option("--keep-fraction", metavar="F", help="The share of the prompt's tokens that stays.")
+]

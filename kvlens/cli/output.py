@@ -44,6 +44,11 @@ class Output:
         else:
             _write(sys.stdout, text)
 
+    def stream(self, piece: str) -> None:
+        """Nothing; a piece of an answer in text, as it comes; with `--json` the document holds it all."""
+        if not self.json:
+            _write(sys.stdout, piece, end="")
+
     def note(self, line: str) -> None:
         """Nothing; tells people something beside the answer, unless they asked for quiet."""
         if not self.quiet:

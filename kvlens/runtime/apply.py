@@ -35,6 +35,7 @@ from kvlens.attention import around_attention
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
 from kvlens.policy import Policy
+from kvlens.policy_file import check_model, read_policy
 from kvlens.runtime import attention, budget, report, saved
 from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
 from kvlens.runtime.ragged import RaggedLayer, attend
@@ -239,19 +240,25 @@ def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 @contextmanager
-def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
+def apply(
+    policy: Policy | str | Path, model: Any, *, record: bool = True, allow_mismatch: bool = False
+) -> Iterator[Run]:
     """Within it the model generates under the policy; `model` is a kvlens Model or one of transformers.
 
     Args:
+        policy: a policy, or the path of a policy file.
         record: keep what `run.events()` tells, about 16 bytes for each token and set of layers it left.
+        allow_mismatch: take a policy file that was made for a model of another architecture.
 
     Raises: ModelRefused for a model without full-attention layers or with layers that hold no keys and values;
-        InputError, at the forward pass, for a cache or a prompt that the policy cannot work with.
+        InputError for a file that is no policy or one of another architecture and, at the forward pass, for a cache or
+        a prompt that the policy cannot work with.
     """
-    if not isinstance(policy, Policy):
-        raise InputError(f"a {type(policy).__name__} is no policy", "give a kvlens.Policy")
+    policy = policy if isinstance(policy, Policy) else read_policy(policy)
     with ExitStack() as stack:
         wrapped = model if isinstance(model, Model) else stack.enter_context(_looked_over(model))
+        if not allow_mismatch:
+            check_model(policy, wrapped)
         run = Run(policy, wrapped, record=record)
         decoder, layers = wrapped.decoder, wrapped.layers
 

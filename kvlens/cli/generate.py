@@ -1,0 +1,126 @@
+"""`kvlens generate`: a text written under a policy, and what the cache held meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvlens.cli import options
+from kvlens.cli.output import Output, columns
+from kvlens.errors import InputError
+
+if TYPE_CHECKING:
+    from kvlens.runtime.generate import Generated
+
+
+def command(
+    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads it from stdin.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from this file.")
+    ] = None,
+    model: options.Model = "smollm2-135m",
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="FILE", help="A policy that `kvlens export` wrote (default: full cache)."),
+    ] = None,
+    budget_tokens: options.BudgetTokens = None,
+    budget_bytes: options.BudgetBytes = None,
+    keep_fraction: options.KeepFraction = None,
+    allow_mismatch: Annotated[
+        bool, typer.Option("--allow-mismatch", help="Take a policy that was made for another architecture.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, metavar="N", help="The longest text to generate.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, metavar="T", help="0 takes the likeliest token at every step.")
+    ] = 0.0,
+    chat: options.Chat = False,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Also write the report, as JSON.")
+    ] = None,
+    events: Annotated[
+        Path | None, typer.Option("--events", metavar="FILE", help="Also write every eviction, as Parquet.")
+    ] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    attention: options.Attention = "auto",
+    seed: options.Seed = 0,
+    beyond_context: options.BeyondContext = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what --report and --events hold.")] = False,
+    json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="The text alone, without the report.")] = False,
+) -> None:
+    """Let the model write after a prompt, its cache kept within a policy's budget; what leaves it frees its bytes."""
+    text = _prompt(prompt, prompt_file)
+    from kvlens.runtime.generate import generate
+
+    say = Output(json, quiet)
+    found = generate(
+        text, model,
+        policy=policy, budget_tokens=budget_tokens, budget_bytes=budget_bytes, keep_fraction=keep_fraction,
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat, allow_mismatch=allow_mismatch,
+        beyond_context=beyond_context, report=report, events=events, force=force, device=device, dtype=dtype,
+        attention=attention, tell=say.stream, note=say.note,
+    )  # fmt: skip
+    if json:
+        say.answer(found.document(kept=False) | {"report_file": report, "events_file": events}, text="")
+        return
+    say.stream("\n")
+    say.note(_facts(found, report, events))
+
+
+def _prompt(words: str | None, file: Path | None) -> str:
+    """The prompt, from wherever it was said to come."""
+    if (words is None) == (file is None):
+        what = "no prompt was given" if words is None else "a prompt and --prompt-file were both given"
+        raise InputError(what, "give a PROMPT, --prompt-file FILE, or - for stdin")
+    if file is None and words != "-":
+        return str(words)
+    from kvlens.disk import as_path, disk
+
+    if file is None:
+        content, name = (b"" if sys.stdin is None else sys.stdin.buffer.read()), "stdin"
+    else:
+        with disk(f"reading '{file}'"):
+            content, name = as_path(file, "prompt file").read_bytes(), f"'{file}'"
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"reading {name} failed: invalid UTF-8 at byte {error.start + 1}", "save the text as UTF-8"
+        ) from error
+    if not text:
+        raise InputError(f"the prompt in {name} is empty", "give a prompt with text in it")
+    return text
+
+
+def _facts(found: Generated, report_file: Path | None, events_file: Path | None) -> str:
+    from kvlens.cli.export import budget_words
+    from kvlens.wording import counted, duration, size
+
+    model, report = found.settings["model"], found.report
+    n_new = len(found.ids)
+    facts = {
+        "model": model["name"] + (f" ({model['note']})" if model["note"] else ""),
+        "tokens": f"{found.n_prompt:,} of the prompt, {n_new:,} new"
+        + (" (cut off at the longest text)" if found.hit_length_cap else ""),
+        "time": f"{duration(found.seconds)}, {n_new / found.seconds:.1f} new tokens a second",
+    }
+    if found.policy is None or report is None:
+        facts["policy"] = "none: every token is kept"
+    else:
+        facts |= {
+            "policy": f"{found.policy.scorer.name}, {budget_words(found.policy.budget)}, {found.policy.trigger}",
+            "evicted": f"{report.n_evicted:,} in {counted(report.n_evictions, 'eviction')}, "
+            f"{report.tie_rate:.1%} of the scores tied",
+            "held": f"at most {report.most_held:,} tokens a layer between steps, {report.most_in_pass:,} within one",
+            "bytes": f"{size(report.physical_bytes)} held, {size(report.side_bytes)} of them the policy's own; "
+            f"every token's keys and values: {size(report.full_bytes)}",
+            "spent": f"{report.scoring_seconds:.2f} s scoring, {report.evicting_seconds:.2f} s evicting",
+        }
+    files = {"report": report_file, "events": events_file}
+    return columns(facts | {name: str(path) for name, path in files.items() if path is not None})

@@ -118,8 +118,8 @@ class Fitted(Plain):
         if self._layers(*CHANGES):
             state = self._changes(state, seen, found)
         for name, states in (("key_norm", seen.keys), ("value_norm", seen.values)):
-            for layer in self._layers(name):
-                found[name, layer] = torch.linalg.vector_norm(wide(states[layer]), dim=-1).mean(1)
+            for place in self._layers(name):
+                found[name, place] = torch.linalg.vector_norm(wide(states[place]), dim=-1).mean(1)
         state = replace(state, key_var=self._variances("key_var", state.key_var, seen.keys, seen, found))
         state = replace(state, value_var=self._variances("value_var", state.value_var, seen.values, seen, found))
         if LAG in self.signals:

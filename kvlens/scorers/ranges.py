@@ -55,7 +55,7 @@ class Ranges:
     def _grown(self, n_seen: int, positions: Tensor, like: Tensor) -> Ranges:
         """Fresh storage with room for all chunks up to this many tokens."""
         batch, n_kv_heads, _, d_head = like.shape
-        first = 0 if self.chunks is None else int(self.chunks[0, -1]) + 1
+        first = 0 if self.n_seen is None else -(-int(self.n_seen.max()) // self.size)
         more = torch.arange(first, max(first, -(-n_seen // self.size)), device=positions.device).expand(batch, -1)
         shape = (batch, len(self.layers), 2, n_kv_heads, more.shape[1], d_head)
         low = torch.full(shape, torch.inf, dtype=like.dtype, device=positions.device)

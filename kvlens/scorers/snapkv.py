@@ -93,7 +93,7 @@ class SnapKV(Plain):
             hidden = hidden.repeat_interleave(group, 1)
         weights = weights_without(wide(queries), wide(views.keys), views.rule, hidden)[0].masked_fill_(hidden, 0.0)
         n_asking = (asking != EMPTY).sum(-1).clamp(min=1)[:, None, None]
-        mean = weights.sum(2).unflatten(1, (n_kv_heads, -1)).mean(2) / n_asking
+        mean = weights.sum(2).reshape(len(asking), n_kv_heads, group, -1).mean(2) / n_asking
         since = asking.masked_fill(asking == EMPTY, torch.iinfo(asking.dtype).max).amin(-1)[:, None, None]
         judged = ((views.positions != EMPTY) & (views.positions < since)).expand(mean.shape)
         return _pooled(mean, judged, self.pool).masked_fill(~judged, torch.nan)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -38,13 +37,12 @@ from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
 from kvlens.runtime import attention, budget, report, saved
 from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
+from kvlens.runtime.call import cache_of, inputs_of, looked_over
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.received import received
 from kvlens.runtime.refresh import Means, refresh
 from kvlens.runtime.reread import SecondPass
 from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, VALUES, Facts, Seen
-
-CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 
 
 @dataclass
@@ -113,7 +111,7 @@ class Run:
     def before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before the model: the cache is adopted, the new tokens get positions."""
         self._pass = None
-        name, cache = _cache_of(decoder, kwargs)
+        name, cache = cache_of(decoder, kwargs)
         uses = kwargs.get("use_cache")
         if cache is None and not (decoder.config.use_cache if uses is None else uses):
             return None
@@ -126,14 +124,8 @@ class Run:
             if owner is not None and owner.active:
                 return args, kwargs
             self._take_over(ledger)
-        given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
-        inputs = next(inputs for inputs in given if inputs is not None)
+        inputs = inputs_of(args, kwargs, self.policy.scorer.name if IDS in self.scorer.needs else None)
         batch, n_new = inputs.shape[:2]
-        if IDS in self.scorer.needs and inputs.ndim != 2:
-            raise InputError(
-                f"scorer {self.policy.scorer.name} reads token ids, and this call gives embeddings",
-                "call the model with input_ids, or choose another scorer",
-            )
         if ledger is None:
             none = torch.zeros(batch, dtype=torch.long, device=self.model.device)
             ledger = Ledger(self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self), none, none)
@@ -251,14 +243,6 @@ class Run:
         return due
 
 
-def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-    """Under which keyword the decoder takes its cache, and what came under it."""
-    for name in CACHE_NAMES:
-        if name in kwargs:
-            return name, kwargs[name]
-    return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
-
-
 @contextmanager
 def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
     """Within it the model generates under the policy; `model` is a kvlens Model or one of transformers.
@@ -272,7 +256,7 @@ def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
     if not isinstance(policy, Policy):
         raise InputError(f"a {type(policy).__name__} is no policy", "give a kvlens.Policy")
     with ExitStack() as stack:
-        wrapped = model if isinstance(model, Model) else stack.enter_context(_looked_over(model))
+        wrapped = model if isinstance(model, Model) else stack.enter_context(looked_over(model))
         run = Run(policy, wrapped, record=record)
         decoder, layers = wrapped.decoder, wrapped.layers
 
@@ -292,19 +276,3 @@ def apply(policy: Policy, model: Any, *, record: bool = True) -> Iterator[Run]:
         if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED}:
             stack.enter_context(around_attention(wrapped, run.attend))
         yield run
-
-
-@contextmanager
-def _looked_over(hf_model: Any) -> Iterator[Model]:
-    """The model as kvlens sees it; training mode and gradients are put back after."""
-    training = getattr(hf_model, "training", False)
-    wanted = (
-        [weight for weight in hf_model.parameters() if weight.requires_grad] if hasattr(hf_model, "parameters") else []
-    )
-    try:
-        yield forward.wrap(hf_model, weights_hash="not-asked")
-    finally:
-        for weight in wanted:
-            weight.requires_grad_(True)
-        if training:
-            hf_model.train()

@@ -20,10 +20,38 @@ from kvlens.policy import Policy
 MANAGED = [family for family in FAMILIES if family != "mistral"]  # every layer of that one slides
 
 
+# What a scorer is given where its defaults are meant for longer texts, or where it has none.
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "lagkv": {"chunk": 4},
+    "snapkv": {"window": 4},
+    "fitted": {
+        "signals": ["hidden_change_z", "hidden_change", "key_norm", "value_var", "lag_causal"],
+        "layers": [1, 0, 1, 1, None],
+        "means": [0.0, 5.0, 2.0, 1.0, 1.5],
+        "scales": [1.0, 3.0, 0.5, 2.0, 1.0],
+        "weights": [1.0, -0.5, 0.3, 0.2, -0.7],
+    },
+    "oracle": {"positions": list(range(200)), "scores": [((7 * i) % 31) / 31 for i in range(200)]},
+}
+TOGETHER = ("surprise", "surprise_fast")  # the same tokens in every layer and head
+
+
+def settled(scorer: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, without what a scorer that decides for all layers at once refuses."""
+    apart = ("reduce", "storage", "allocate")
+    return {key: value for key, value in settings.items() if scorer not in TOGETHER or key not in apart}
+
+
+def refuses(model: Model, scorer: str) -> bool:
+    """Whether a pass over the cache would read a layer that slides."""
+    read = {"surprise": model.sliding, "surprise_fast": model.sliding[-1:]}.get(scorer, ())
+    return any(window is not None for window in read)
+
+
 def policy(scorer: str = "random", **changes: Any) -> Policy:
     """A policy with a budget of 12 tokens, 2 sinks and 3 recent ones among them, unless changed."""
     settings: dict[str, Any] = {
-        "scorer": {"name": scorer, "parameters": changes.pop("parameters", {})},
+        "scorer": {"name": scorer, "parameters": changes.pop("parameters", PARAMETERS.get(scorer, {}))},
         "budget": {"tokens": changes.pop("tokens", 12)},
         "protect": {"sinks": 2, "recent": 3},
         "trigger": "step",

@@ -85,6 +85,14 @@ def weights_without(
     return weights[..., :-1], weights[..., -1]
 
 
+def unseen(
+    positions: Int[Tensor, "batch heads key"], asking: Int[Tensor, "batch query"]
+) -> Bool[Tensor, "batch heads query key"]:
+    """Which keys each query does not see: later ones, and empty slots (position -1), which see nothing either."""
+    asking = asking[:, None, :, None]
+    return (positions[:, :, None] > asking) | (positions < 0)[:, :, None] | (asking < 0)
+
+
 def blocks(
     query: Float[Tensor, "*batch head pos d_head"],
     keys: Float[Tensor, "*batch kv_head pos d_head"],

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,15 +33,17 @@ from kvlens import forward
 from kvlens.attention import around_attention
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
+from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
 from kvlens.policy_file import check_model, read_policy
 from kvlens.runtime import attention, budget, report, saved
 from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
+from kvlens.runtime.call import cache_of, inputs_of, looked_over
 from kvlens.runtime.ragged import RaggedLayer, attend
-from kvlens.runtime.refresh import refresh
-from kvlens.scorers.interface import HIDDEN, KEYS, QUERIES, VALUES, Facts, Seen
-
-CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+from kvlens.runtime.received import received
+from kvlens.runtime.refresh import Means, refresh
+from kvlens.runtime.reread import SecondPass
+from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, VALUES, Facts, Seen
 
 
 @dataclass
@@ -57,7 +58,8 @@ class _Pass:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     masks: dict[int, Tensor | None] = field(default_factory=dict)
     queries: dict[int, Tensor] = field(default_factory=dict)
-    scaling: float = 1.0
+    received: dict[int, Tensor] = field(default_factory=dict)
+    ids: Int[Tensor, "batch new"] | None = None
 
     @property
     def n_new(self) -> int:
@@ -77,6 +79,9 @@ class Run:
                 "use a model with full-attention layers",
             )
         self.facts = Facts(model.n_layers, model.n_heads, model.n_kv_heads, model.d_head, self.layers)
+        self.scorer.init(self.facts)  # a scorer that cannot score this model says so before anything is hooked
+        variant = self.scorer.second_pass
+        self.means = Means({}, None if variant is None else SecondPass(model, variant))
         self.tokens = budget.fixed_tokens(policy, model, self.layers)
         self.log = report.Log(record=record)
         self.cache: Cache | None = None
@@ -107,7 +112,7 @@ class Run:
     def before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before the model: the cache is adopted, the new tokens get positions."""
         self._pass = None
-        name, cache = _cache_of(decoder, kwargs)
+        name, cache = cache_of(decoder, kwargs)
         uses = kwargs.get("use_cache")
         if cache is None and not (decoder.config.use_cache if uses is None else uses):
             return None
@@ -120,8 +125,8 @@ class Run:
             if owner is not None and owner.active:
                 return args, kwargs
             self._take_over(ledger)
-        given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
-        batch, n_new = next(inputs for inputs in given if inputs is not None).shape[:2]
+        inputs = inputs_of(args, kwargs, self.policy.scorer.name if IDS in self.scorer.needs else None)
+        batch, n_new = inputs.shape[:2]
         if ledger is None:
             none = torch.zeros(batch, dtype=torch.long, device=self.model.device)
             ledger = Ledger(self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self), none, none)
@@ -134,7 +139,8 @@ class Run:
             attention.check_given_mask(mask, ledger, layers[0].n_held + n_new)
             evicted = False  # it covers what is held, and every layer holds the same
         ledger.driven, ledger.own = True, own
-        self.cache, self._pass = cache, _Pass(ledger, cache, positions, own, evicted)
+        ids = inputs if IDS in self.scorer.needs else None
+        self.cache, self._pass = cache, _Pass(ledger, cache, positions, own, evicted, ids=ids)
         return args, kwargs
 
     def _take_over(self, ledger: Ledger) -> None:
@@ -170,11 +176,17 @@ class Run:
         now = self._pass
         if now is None or layer not in self.layers:
             return own()
-        if QUERIES in self.scorer.needs:
-            first = max(0, query.shape[2] - self.scorer.n_queries)
-            now.queries[layer], now.scaling = query[:, :, first:].clone(), float(keywords["scaling"])
         held = now.cache.layers[layer]
-        return attend(held, query, keywords, now.own) if isinstance(held, RaggedLayer) else own()
+        output = attend(held, query, keywords, now.own) if isinstance(held, RaggedLayer) else own()
+        started = perf_counter()
+        rule = self.means.rules[layer] = Rule.of_call(query, None, keywords)
+        if QUERIES in self.scorer.needs:
+            now.queries[layer] = query[:, :, max(0, query.shape[2] - self.scorer.n_queries) :].clone()
+        if RECEIVED in self.scorer.needs:
+            before = now.ledger.set_of(layer) if now.ledger.sets else None
+            now.received[layer] = received(held, query, rule, before, now.positions)
+        self.log.scoring_seconds += perf_counter() - started
+        return output
 
     # 4. and 5.
 
@@ -193,7 +205,7 @@ class Run:
             n_before = self._most_held(now.cache)
             if self._due(now):
                 limits = budget.budgets(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
-                refresh(self.policy, now.cache, now.ledger, limits, self.log)
+                refresh(self.policy, now.cache, now.ledger, limits, self.log, self.means)
         now.ledger.broken = False
         now.ledger.step += 1
         self.log.hold(n_before, self._most_held(now.cache))
@@ -214,7 +226,8 @@ class Run:
         for name in self.scorer.needs & {KEYS, VALUES}:
             new[name] = {index: getattr(now.cache.layers[index], f"new_{name}") for index in self.layers}
         hidden = now.hidden if HIDDEN in self.scorer.needs else {}
-        seen = Seen(now.positions, ledger.in_prompt, new[KEYS], new[VALUES], hidden, now.queries, now.scaling)
+        states = new[KEYS], new[VALUES], hidden, now.queries, now.received
+        seen = Seen(now.positions, ledger.in_prompt, *states, now.ids)
         ledger.state = self.scorer.observe(ledger.state, seen)
         for index in self.layers:
             now.cache.layers[index].forget_new()
@@ -229,14 +242,6 @@ class Run:
         due = ledger.since >= self.policy.every
         ledger.since = 0 if due else ledger.since
         return due
-
-
-def _cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-    """Under which keyword the decoder takes its cache, and what came under it."""
-    for name in CACHE_NAMES:
-        if name in kwargs:
-            return name, kwargs[name]
-    return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
 
 
 @contextmanager
@@ -256,7 +261,7 @@ def apply(
     """
     policy = policy if isinstance(policy, Policy) else read_policy(policy)
     with ExitStack() as stack:
-        wrapped = model if isinstance(model, Model) else stack.enter_context(_looked_over(model))
+        wrapped = model if isinstance(model, Model) else stack.enter_context(looked_over(model))
         if not allow_mismatch:
             check_model(policy, wrapped)
         run = Run(policy, wrapped, record=record)
@@ -275,22 +280,6 @@ def apply(
         for block in sorted(set(run.scorer.hidden_layers(run.facts))):
             stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
         stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
-        if policy.storage == "ragged" or QUERIES in run.scorer.needs:
+        if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED}:
             stack.enter_context(around_attention(wrapped, run.attend))
         yield run
-
-
-@contextmanager
-def _looked_over(hf_model: Any) -> Iterator[Model]:
-    """The model as kvlens sees it; training mode and gradients are put back after."""
-    training = getattr(hf_model, "training", False)
-    wanted = (
-        [weight for weight in hf_model.parameters() if weight.requires_grad] if hasattr(hf_model, "parameters") else []
-    )
-    try:
-        yield forward.wrap(hf_model, weights_hash="not-asked")
-    finally:
-        for weight in wanted:
-            weight.requires_grad_(True)
-        if training:
-            hf_model.train()

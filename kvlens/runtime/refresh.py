@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -17,15 +19,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
-from kvlens.runtime.cache import EMPTY, HeldLayer, Ledger
+from kvlens.runtime.cache import EMPTY, Ledger
 from kvlens.runtime.evict import Choice, choose, protected
 from kvlens.runtime.ragged import RaggedLayer
 from kvlens.runtime.report import Log
+from kvlens.runtime.reread import SecondPass
 from kvlens.scorers.interface import Kept, Views, select
 
 
-def refresh(policy: Policy, cache: Cache, ledger: Ledger, limits: list[Int[Tensor, "rows _"]], log: Log) -> None:
+@dataclass(frozen=True)
+class Means:
+    """What a scorer may need of the model when it scores: how each layer weighs keys, and a pass over the cache."""
+
+    rules: dict[int, Rule]
+    second_pass: SecondPass | None = None
+
+
+def refresh(
+    policy: Policy, cache: Cache, ledger: Ledger, limits: list[Int[Tensor, "rows _"]], log: Log, means: Means
+) -> None:
     """Nothing; afterwards no set holds more than its limit, and the log says what left.
 
     Raises: InputError where more is protected than the budget holds; no layer was touched then.
@@ -40,7 +54,7 @@ def refresh(policy: Policy, cache: Cache, ledger: Ledger, limits: list[Int[Tenso
     for group, positions, limit in zip(groups, held, limits, strict=True):
         # 3.
         started = perf_counter()
-        scores = _scores(policy, cache, ledger, group, positions)
+        scores = _scores(policy, cache, ledger, group, positions, means)
         log.scoring_seconds += perf_counter() - started
         # 4.
         started = perf_counter()
@@ -64,25 +78,33 @@ def refresh(policy: Policy, cache: Cache, ledger: Ledger, limits: list[Int[Tenso
 
 
 def _scores(
-    policy: Policy, cache: Cache, ledger: Ledger, group: tuple[int, ...], held: Int[Tensor, "batch heads slots"]
+    policy: Policy,
+    cache: Cache,
+    ledger: Ledger,
+    group: tuple[int, ...],
+    held: Int[Tensor, "batch heads slots"],
+    means: Means,
 ) -> Float[Tensor, "batch _ slots"]:
     """3. for one set: [batch, 1, slots], or with its heads apart."""
     asked = group if ledger.scorer.per_layer else group[:1]
     n_kv_heads = cache.layers[group[0]].n_kv_heads
     total: Tensor | float = 0.0
     for index in asked:
-        scores = _of_layer(ledger, cache.layers[index], held).to(held.device)
+        scores = of_layer(cache, ledger, index, held, means).to(held.device)
         total = total + (scores if policy.reduce == "head" else scores.mean(1, keepdim=True))
     mean = torch.as_tensor(total) / len(asked)
     return mean.expand(-1, n_kv_heads, -1) if policy.reduce == "head" else mean
 
 
-def _of_layer(
-    ledger: Ledger, layer: HeldLayer, held: Int[Tensor, "batch heads slots"]
+def of_layer(
+    cache: Cache, ledger: Ledger, index: int, held: Int[Tensor, "batch heads slots"], means: Means
 ) -> Float[Tensor, "batch _ slots"]:
     """What the scorer says of one layer's slots."""
+    layer, rule = cache.layers[index], means.rules.get(index)
     if not isinstance(layer, RaggedLayer):
-        return ledger.scorer.score(ledger.state, Views(layer.index, held, layer.keys, layer.values))
+        reread = None if means.second_pass is None else partial(means.second_pass, cache, held[:, 0])
+        views = Views(index, held, layer.keys, layer.values, rule=rule, reread=reread)
+        return ledger.scorer.score(ledger.state, views)
     batch, heads = layer.shape
     held = held.expand(-1, heads, -1)
     scores = torch.full(held.shape, torch.nan, dtype=torch.float64, device=held.device)
@@ -91,7 +113,7 @@ def _of_layer(
             real = held[row, head] != EMPTY
             keys, values = (part[None, None] for part in layer.pair(row, head))
             place = slice(row, row + 1), slice(head, head + 1)
-            views = Views(layer.index, held[row, head][real][None, None], keys, values, *place)
+            views = Views(index, held[row, head][real][None, None], keys, values, *place, rule)
             scores[row, head, real] = ledger.scorer.score(ledger.state, views)[0, 0].double()
     return scores
 

@@ -30,11 +30,15 @@ DEPTH_A, DEPTH_B = 10 / 32, 21 / 32
 
 @dataclass(frozen=True)
 class Moved:
-    """The last hidden state of both blocks, whether it was a token's, both windows, and every held token's number."""
+    """The last hidden state of the blocks, whether it was a token's, two windows, and every held token's number.
 
-    blocks: tuple[int, int]
+    The first `n_in_a` blocks are those whose change counts for a token.
+    """
+
+    blocks: tuple[int, ...]
     last: hidden_change.Last
     window: rolling.Trailing
+    n_in_a: int = 1
     last_position: Int[Tensor, " batch"] | None = None
     frozen: Frozen = field(default_factory=Frozen)
 
@@ -43,8 +47,40 @@ class Moved:
         return replace(self, frozen=self.frozen.select(kept))
 
 
+class MovedBlocks(Plain):
+    """What methods on the change of the residual stream share: the change is taken, a number made of it and frozen."""
+
+    score_prompt: bool
+
+    needs = frozenset({HIDDEN})
+
+    def observe(self, state: Moved, seen: Seen) -> Moved:
+        """1. to 3. for the new tokens."""
+        device = seen.positions.device
+        hidden = torch.stack([seen.hidden[block].to(device) for block in state.blocks], 1)  # [batch, block, new, d]
+        last, changes = hidden_change.step(state.last, hidden)
+        before = seen.positions.roll(1, -1)
+        before[:, 0] = EMPTY if state.last_position is None else state.last_position
+        changes = changes.masked_fill(((seen.positions == EMPTY) | (before == EMPTY))[:, None], torch.nan)
+        state = replace(state, last=last, last_position=seen.positions[:, -1].clone())
+        if seen.in_prompt and not self.score_prompt:
+            return state
+        window, numbers = self.number(state, changes)
+        return replace(state, window=window, frozen=state.frozen.append(seen.positions, numbers))
+
+    def number(
+        self, state: Moved, changes: Float64[Tensor, "batch block new"]
+    ) -> tuple[rolling.Trailing, Float64[Tensor, "batch new"]]:
+        """2.: the windows after these changes, and what each new token is worth."""
+        raise NotImplementedError
+
+    def score(self, state: Moved, views: Views) -> Float[Tensor, "batch heads kept"]:
+        """The frozen number of every slot."""
+        return state.frozen.look_up(views)
+
+
 @dataclass(frozen=True)
-class HiddenChange(Plain):
+class HiddenChange(MovedBlocks):
     """The rolling mean of the change in block a minus that in block b."""
 
     depth_a: Depth = DEPTH_A
@@ -52,9 +88,7 @@ class HiddenChange(Plain):
     window: Window = rolling.WINDOW
     score_prompt: bool = True
 
-    needs = frozenset({HIDDEN})
-
-    def hidden_layers(self, facts: Facts) -> tuple[int, int]:
+    def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
         """Blocks a and b of this model."""
         a, b = (min(math.floor(d * facts.n_layers + 0.5), facts.n_layers - 1) for d in (self.depth_a, self.depth_b))
         return a, b
@@ -63,29 +97,12 @@ class HiddenChange(Plain):
         """Nothing seen."""
         return Moved(self.hidden_layers(facts), hidden_change.init(), rolling.init(self.window))
 
-    def observe(self, state: Moved, seen: Seen) -> Moved:
-        """1. to 3. for the new tokens."""
-        device = seen.positions.device
-        hidden = torch.stack([seen.hidden[block].to(device) for block in state.blocks], 1)  # [batch, 2, new, d_model]
-        last, changes = hidden_change.step(state.last, hidden)
-        before = seen.positions.roll(1, -1)
-        before[:, 0] = EMPTY if state.last_position is None else state.last_position
-        changes = changes.masked_fill(((seen.positions == EMPTY) | (before == EMPTY))[:, None], torch.nan)
-        state = replace(state, last=last, last_position=seen.positions[:, -1].clone())
-        if seen.in_prompt and not self.score_prompt:
-            return state
-        window, numbers = self.number(state.window, changes)
-        return replace(state, window=window, frozen=state.frozen.append(seen.positions, numbers[:, 0] - numbers[:, 1]))
-
     def number(
-        self, window: rolling.Trailing, changes: Float64[Tensor, "batch 2 new"]
-    ) -> tuple[rolling.Trailing, Float64[Tensor, "batch 2 new"]]:
-        """2. for both blocks."""
-        return rolling.mean(window, changes)
-
-    def score(self, state: Moved, views: Views) -> Float[Tensor, "batch heads kept"]:
-        """The frozen number of every slot."""
-        return state.frozen.look_up(views)
+        self, state: Moved, changes: Float64[Tensor, "batch 2 new"]
+    ) -> tuple[rolling.Trailing, Float64[Tensor, "batch new"]]:
+        """2. as a mean."""
+        window, means = rolling.mean(state.window, changes)
+        return window, means[:, 0] - means[:, 1]
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,8 @@ class EpiKV(HiddenChange):
     exclude_current: bool = False
 
     def number(
-        self, window: rolling.Trailing, changes: Float64[Tensor, "batch 2 new"]
-    ) -> tuple[rolling.Trailing, Float64[Tensor, "batch 2 new"]]:
-        """2. for both blocks."""
-        return rolling.zscore(window, changes, exclude_current=self.exclude_current)
+        self, state: Moved, changes: Float64[Tensor, "batch 2 new"]
+    ) -> tuple[rolling.Trailing, Float64[Tensor, "batch new"]]:
+        """2. as a z-score."""
+        window, z = rolling.zscore(state.window, changes, exclude_current=self.exclude_current)
+        return window, z[:, 0] - z[:, 1]

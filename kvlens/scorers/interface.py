@@ -18,15 +18,22 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-KEYS, VALUES, HIDDEN, QUERIES = "keys", "values", "hidden", "queries"
+from kvlens.observables.attention_weights import Rule
+from kvlens.observables.surprise_variant import Variant
+
+KEYS, VALUES, HIDDEN, QUERIES, IDS, RECEIVED = "keys", "values", "hidden", "queries", "ids", "received"
 State = TypeVar("State")
 # What parameters are of; `table.make` holds them to it.
 Window = Annotated[int, Field(ge=1, le=1_000_000)]
 Depth = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+AS_TUPLE = BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)  # JSON has no tuples
+# (ids, the states that entered the pass's first block) of every slot -> the scores of a pass over what the cache holds
+Reread = Callable[[Int[Tensor, "batch slots"], Float[Tensor, "batch slots d_model"] | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,10 @@ class Seen:
     """The new tokens of one forward pass.
 
     `positions` count a row's own tokens from 0; -1 is padding. `keys`, `values` (as stored), `hidden` (the residual
-    stream after a block) and `queries` (rotated, of the last `n_queries` new tokens; attention multiplies them by
-    `scaling`) are by layer; a scorer finds there what it needs, and of hidden states the layers it names.
+    stream after a block), `queries` (rotated, of the last `n_queries` new tokens) and `received` (the attention weights
+    that the new tokens gave each slot of the layer, their own included: summed over queries, mean over the heads that
+    share a KV head; NaN for an empty slot) are by layer; a scorer finds there what it needs, and of hidden states the
+    layers it names. `ids` are None where nobody needs them.
     """
 
     positions: Int[Tensor, "batch new"]
@@ -55,7 +64,8 @@ class Seen:
     values: Mapping[int, Float[Tensor, "batch kv_head new d_head"]] = field(default_factory=dict)
     hidden: Mapping[int, Float[Tensor, "batch new d_model"]] = field(default_factory=dict)
     queries: Mapping[int, Float[Tensor, "batch head last d_head"]] = field(default_factory=dict)
-    scaling: float = 1.0
+    received: Mapping[int, Float[Tensor, "batch kv_head slots"]] = field(default_factory=dict)
+    ids: Int[Tensor, "batch new"] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,8 @@ class Views:
     """The slots of one layer that are to be scored, in the order of their positions; position -1 is an empty slot.
 
     `rows` and `kv_heads` say which part of the batch and of the heads they are: all, or one where heads hold different
-    numbers of tokens.
+    numbers of tokens. `rule` is how the layer turns queries and keys into weights, for scorers that need queries;
+    `reread` runs the scorer's `second_pass` over the slots of all layers: [batch, slots], NaN where there is no score.
     """
 
     layer: int
@@ -72,6 +83,8 @@ class Views:
     values: Float[Tensor, "batch kv_head kept d_head"]
     rows: slice = field(default_factory=lambda: slice(None))
     kv_heads: slice = field(default_factory=lambda: slice(None))
+    rule: Rule | None = None
+    reread: Reread | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class Scorer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`."""
+        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`, `ids`, `received`."""
 
     @property
     def n_queries(self) -> int:
@@ -100,6 +113,14 @@ class Scorer(Protocol):
     @property
     def per_layer(self) -> bool:
         """Whether a token is worth different things in different layers."""
+
+    @property
+    def second_pass(self) -> Variant | None:
+        """The pass over the cache that `score` runs; all layers and heads then keep the same tokens (`reduce: all`)."""
+
+    @property
+    def offline(self) -> bool:
+        """Whether it knows what no decoder can know, so that it is no policy to export."""
 
     def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
         """The blocks whose output `observe` reads."""
@@ -120,6 +141,8 @@ class Plain:
     needs: frozenset[str] = frozenset()
     n_queries = 0
     per_layer = False
+    second_pass: Variant | None = None
+    offline = False
 
     def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
         """None."""

@@ -10,12 +10,19 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from kvlens.errors import InputError
+from kvlens.scorers.band_adaptive import BandAdaptive
+from kvlens.scorers.fitted import Fitted
+from kvlens.scorers.h2o import H2O
 from kvlens.scorers.hidden_change import EpiKV, HiddenChange
 from kvlens.scorers.interface import Scorer
 from kvlens.scorers.keynorm import KeyNorm
+from kvlens.scorers.lagkv import LagKV
+from kvlens.scorers.oracle import Oracle
 from kvlens.scorers.random import Random
 from kvlens.scorers.sliding_window import SlidingWindow
+from kvlens.scorers.snapkv import SnapKV
 from kvlens.scorers.state_var import KeyVar, ValueVar
+from kvlens.scorers.surprise import Surprise, SurpriseFast
 
 TABLE: dict[str, type[Any]] = {
     "random": Random,
@@ -25,6 +32,14 @@ TABLE: dict[str, type[Any]] = {
     "keynorm": KeyNorm,
     "key_var": KeyVar,
     "value_var": ValueVar,
+    "band_adaptive": BandAdaptive,
+    "surprise": Surprise,
+    "surprise_fast": SurpriseFast,
+    "lagkv": LagKV,
+    "snapkv": SnapKV,
+    "h2o": H2O,
+    "fitted": Fitted,
+    "oracle": Oracle,
 }
 
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 from allocations import peak_bytes
 from eviction import (
+    TOGETHER,
     cache_keyword,
     masked_logits,
     padded,
     policy,
+    refuses,
     same_logits,
+    settled,
     step_of_each,
     streamed_logits,
     uneven,
@@ -30,6 +33,7 @@ from kvlens.errors import InputError
 from kvlens.model import Model
 from kvlens.runtime.apply import Run, apply
 from kvlens.runtime.cache import HeldLayer, all_tensors, storage_bytes
+from kvlens.scorers.table import TABLE
 
 ONE = 2 * 2 * 8 * 4  # bytes of a token in one layer: KV heads, keys and values, d_head, float32
 
@@ -67,9 +71,10 @@ def reachable_bytes(run: Run) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("scorer", ["keynorm", "epikv", "value_var"])
+@pytest.mark.parametrize("scorer", TABLE)
 @pytest.mark.parametrize("shape", ["uniform", "ragged", "padded"])
 def test_pitfalls_01_02_03_what_is_reported_is_what_is_stored(model: Model, shape: str, scorer: str) -> None:
+    shape = "uniform" if scorer in TOGETHER else shape
     with apply(policy(scorer, **shapes(model)[shape]), model) as run:
         written(model, token_ids(60), 5)
     report = run.report()
@@ -199,11 +204,12 @@ def test_outside_a_policy_a_cache_is_right_or_says_so(model: Model, shape: str) 
 # Rows
 
 
+@pytest.mark.parametrize("scorer", ["epikv", "surprise_fast", "h2o", "snapkv", "lagkv", "fitted"])
 @pytest.mark.parametrize("shape", ["uniform", "ragged", "padded"])
-def test_rows_move_with_positions_and_state(model: Model, shape: str) -> None:
+def test_rows_move_with_positions_and_state(model: Model, shape: str, scorer: str) -> None:
     ids, own, _ = padded([22, 9, 17], 20)
     chunks, order = [22, *[1] * 8], torch.tensor([2, 0, 0])
-    with apply(policy("epikv", **shapes(model)[shape]), model) as run:
+    with apply(policy(scorer, **settled(scorer, shapes(model)[shape])), model) as run:
         streamed_logits(model, ids[:, :30], chunks, own=own[:, :30])
         plain, moved = copy.deepcopy(run.cache), copy.deepcopy(run.cache)
         moved.reorder_cache(order)
@@ -232,13 +238,15 @@ def test_rows_move_with_positions_and_state(model: Model, shape: str) -> None:
 # The disk
 
 
-@pytest.mark.parametrize("scorer", ["epikv", "key_var", "random"])
+@pytest.mark.parametrize("scorer", TABLE)
 @pytest.mark.parametrize("shape", ["uniform", "ragged", "padded"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_an_evicted_cache_comes_back_whole(name: str, shape: str, scorer: str, tmp_path: Path) -> None:
     model = models.wrap(FAMILIES[name]())
+    if refuses(model, scorer):
+        pytest.skip("this model has sliding layers, which this scorer reads")
     ids, file = token_ids(50), tmp_path / "cache.safetensors"
-    chosen = policy(scorer, **shapes(model)[shape])
+    chosen = policy(scorer, **settled(scorer, shapes(model)[shape]))
     with apply(chosen, model) as run:
         cache = DynamicCache(config=model.decoder.config)
         begun = streamed_logits(model, ids[:, :30], [20, *[1] * 10], cache)

@@ -27,6 +27,10 @@ SHAPES = {
     "padded": lambda model: {"scorer": "keynorm", "storage": "padded", **uneven(model)},
     "ragged": lambda model: {"scorer": "value_var", "storage": "ragged", "trigger": "every:4", **uneven(model)},
     "capped": lambda model: {"scorer": "keynorm", "storage": "uniform_cap", **uneven(model)},
+    "ragged by attention": lambda model: {"scorer": "h2o", "storage": "ragged", **uneven(model)},
+    "layers by the last queries": lambda model: {"scorer": "snapkv", "reduce": "layer", "trigger": "every:4"},
+    "padded by lag": lambda model: {"scorer": "lagkv", **uneven(model)},
+    "uniform by surprise": lambda model: {"scorer": "surprise_fast", "trigger": "every:3"},
     "pages": lambda model: {"scorer": "random", "granularity": {"unit": "page", "page_size": 4}},
 }
 
@@ -47,10 +51,16 @@ def test_evicted_is_masked(name: str, shape: str) -> None:
         expected = masked_logits(model, ids[0], run.events(), step_of_each(chunks))
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
         assert (found - plain).abs().max() > 100 * TOLERANCE  # what left was of weight
-        assert isinstance(run.cache.layers[run.layers[0]], RaggedLayer) == (shape == "ragged")
+        assert isinstance(run.cache.layers[run.layers[0]], RaggedLayer) == shape.startswith("ragged")
 
 
-@pytest.mark.parametrize("shape", ["uniform", "heads apart", "padded", "ragged"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("uniform", "heads apart", "padded", "ragged"),
+        *("ragged by attention", "layers by the last queries", "padded by lag", "uniform by surprise"),
+    ],
+)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_pitfall_15_padding_is_evicted_first_and_changes_nothing(name: str, shape: str) -> None:
     model = family(name)

@@ -1,0 +1,55 @@
+"""What does a call of the model bring, and how is the model taken as it is given and given back as it was?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvlens import forward
+from kvlens.causal_lm import Model
+from kvlens.errors import InputError
+
+CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+
+
+def cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    """Under which keyword the decoder takes its cache, and what came under it."""
+    for name in CACHE_NAMES:
+        if name in kwargs:
+            return name, kwargs[name]
+    return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
+
+
+def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: str | None) -> Tensor:
+    """The new tokens' ids, or their embeddings where the call gives those.
+
+    Raises: InputError for embeddings where a scorer (`reader`) needs ids.
+    """
+    given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
+    inputs: Tensor = next(inputs for inputs in given if inputs is not None)
+    if reader is not None and inputs.ndim != 2:
+        raise InputError(
+            f"scorer {reader} reads token ids, and this call gives embeddings",
+            "call the model with input_ids, or choose another scorer",
+        )
+    return inputs
+
+
+@contextmanager
+def looked_over(hf_model: Any) -> Iterator[Model]:
+    """The model as kvlens sees it; training mode and gradients are put back after."""
+    training = getattr(hf_model, "training", False)
+    wanted = (
+        [weight for weight in hf_model.parameters() if weight.requires_grad] if hasattr(hf_model, "parameters") else []
+    )
+    try:
+        yield forward.wrap(hf_model, weights_hash="not-asked")
+    finally:
+        for weight in wanted:
+            weight.requires_grad_(True)
+        if training:
+            hf_model.train()

@@ -1,0 +1,117 @@
+"""How does a scorer run where kvlens is not installed? As a program of torch.export: state in, state and score out.
+
+1. `epikv`, `hidden_change`: (last hidden states, trailing windows, hidden states of the new token after both blocks) ->
+   (the first two for the next token, its score). Before the first token both are NaN: it has no change.
+2. `keynorm`: keys of any number of slots -> their scores; it has no state.
+3. The file holds a graph of torch's own operators and a JSON header that says what goes in and out; the batch (and the
+   number of slots) may differ from call to call. `torch.export.load(path).module()` is all that running it takes.
+
+One new token a row and no padding: prompts go in token by token. Frozen numbers are the caller's to keep.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvlens import __version__
+from kvlens.disk import as_path, disk, write_whole
+from kvlens.errors import InputError
+from kvlens.observables import hidden_change, rolling
+from kvlens.scorers import table
+from kvlens.scorers.hidden_change import HiddenChange, Moved
+from kvlens.scorers.interface import Facts
+from kvlens.scorers.keynorm import KeyNorm
+
+SCHEMA = "kvlens.program/1"
+HEADER = "kvlens.json"
+
+
+class ChangeStep(nn.Module):
+    """1. for one scorer."""
+
+    def __init__(self, scorer: HiddenChange) -> None:
+        super().__init__()
+        self.scorer = scorer
+
+    def forward(
+        self,
+        last: Float[Tensor, "batch 2 d_model"],
+        window: Float[Tensor, "batch 2 before"],
+        hidden: Float[Tensor, "batch 2 d_model"],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The state for the next token, and what this one is worth, [batch] float32."""
+        after, changes = hidden_change.step(hidden_change.Last(last), hidden[:, :, None])
+        state = Moved((0, 1), after, rolling.Trailing(self.scorer.window, window))
+        trailing, number = self.scorer.number(state, changes)
+        if after.hidden is None or trailing.values is None:
+            raise AssertionError("a step has a state after it")
+        return after.hidden, trailing.values, number[:, 0].float()
+
+
+class NormStep(nn.Module):
+    """2."""
+
+    def forward(self, keys: Float[Tensor, "batch kv_head slots d_head"]) -> Tensor:
+        """What every slot is worth, [batch, kv_head, slots] float32."""
+        norm: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
+        return -norm
+
+
+def program(
+    name: str, parameters: dict[str, Any], facts: Facts, d_model: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    """The program of a scorer for models of these sizes, whose states are of this dtype, and its header.
+
+    Raises: InputError for a scorer that is none of the three.
+    """
+    scorer = table.make(name, parameters)
+    batch = torch.export.Dim("batch", min=1, max=65_536)
+    header = {"schema": SCHEMA, "kvlens_version": __version__, "scorer": name, "parameters": asdict(scorer)}  # type: ignore[call-overload]
+    if isinstance(scorer, HiddenChange):
+        last, window = initial_state(scorer, 2, d_model)
+        example = last, window, torch.zeros(2, 2, d_model, dtype=dtype)
+        made = torch.export.export(ChangeStep(scorer), example, dynamic_shapes=({0: batch},) * 3)
+        header |= {
+            "blocks": list(scorer.hidden_layers(facts)),
+            "state": {"last": [2, d_model], "window": [2, scorer.window - 1], "before_the_first": "NaN"},
+            "input": f"hidden states after both blocks, [batch, 2, {d_model}] {dtype}",
+            "output": "last, window, score [batch]",
+        }
+        return made, header
+    if isinstance(scorer, KeyNorm):
+        slots = torch.export.Dim("slots", min=1, max=2**30)
+        keys = torch.zeros(2, facts.n_kv_heads, 3, facts.d_head, dtype=dtype)
+        made = torch.export.export(NormStep(), (keys,), dynamic_shapes=({0: batch, 2: slots},))
+        shape = f"[batch, {facts.n_kv_heads}, slots, {facts.d_head}] {dtype}"
+        return made, header | {"input": f"keys {shape}", "output": f"scores [batch, {facts.n_kv_heads}, slots]"}
+    raise InputError(f"scorer {name} is no program that can leave kvlens", "export epikv, hidden_change or keynorm")
+
+
+def initial_state(scorer: HiddenChange, batch: int, d_model: int) -> tuple[Tensor, Tensor]:
+    """Last hidden states (float32) and windows (float64) before the first token."""
+    last = torch.full((batch, 2, d_model), torch.nan)
+    return last, torch.full((batch, 2, scorer.window - 1), torch.nan, dtype=torch.float64)
+
+
+def save_program(
+    path: str | Path,
+    name: str,
+    parameters: dict[str, Any],
+    facts: Facts,
+    d_model: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Nothing; the program is in the file `path`, whole or not at all. Raises: as `program` does."""
+    made, header = program(name, parameters, facts, d_model, dtype)
+    buffer = io.BytesIO()
+    torch.export.save(made, buffer, extra_files={HEADER: json.dumps(header)})
+    with disk(f"write {path}"):
+        write_whole(as_path(path, "program file"), buffer.getvalue())

@@ -1,0 +1,90 @@
+"""What range did each channel have over a chunk of tokens? Kept chunk by chunk while tokens come, for `lagkv`.
+
+1. A token belongs to chunk `position // size` of its row; padding to none.
+2. For every chunk the lowest and highest number of each channel of keys and of values, per layer and KV head, in the
+   cache's own dtype: as many bytes as two tokens take.
+3. `dropped` lets go of chunks that nobody will ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvlens.observables.arithmetic import wide
+from kvlens.observables.lag import scaled_deviation
+from kvlens.scorers.frozen import EMPTY
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """By chunk the range of each channel of keys and values; None before the first token.
+
+    `chunks` are their numbers, rising, the same in every row; `n_seen` counts a row's tokens.
+    """
+
+    size: int
+    layers: tuple[int, ...]
+    chunks: Int[Tensor, "batch chunk"] | None = None
+    n_seen: Int[Tensor, " batch"] | None = None
+    low: Float[Tensor, "batch layer 2 kv_head chunk d_head"] | None = None
+    high: Float[Tensor, "batch layer 2 kv_head chunk d_head"] | None = None
+
+    def extended(self, positions: Int[Tensor, "batch new"], states: Mapping[int, tuple[Tensor, Tensor]]) -> Ranges:
+        """With new tokens, whose keys and values [batch, kv_head, new, d_head] are given by layer."""
+        n_seen = positions.amax(-1) + 1
+        if self.n_seen is not None:
+            n_seen = n_seen.maximum(self.n_seen)
+        grown = self._grown(int(n_seen.max()), positions, states[self.layers[0]][0])
+        assert grown.chunks is not None and grown.low is not None and grown.high is not None  # noqa: S101, PT018
+        place = torch.searchsorted(grown.chunks, positions.long().div(self.size, rounding_mode="floor").contiguous())
+        place = place.clamp(max=grown.chunks.shape[1] - 1)
+        padding = (positions == EMPTY)[:, None, :, None]
+        for number, layer in enumerate(self.layers):
+            for part, rows in enumerate(states[layer]):
+                rows = rows.to(positions.device)
+                index = place[:, None, :, None].expand(rows.shape)
+                for ranges, how, nothing in ((grown.low, "amin", torch.inf), (grown.high, "amax", -torch.inf)):
+                    ranges[:, number, part].scatter_reduce_(2, index, rows.masked_fill(padding, nothing), how)
+        return replace(grown, n_seen=n_seen)
+
+    def _grown(self, n_seen: int, positions: Tensor, like: Tensor) -> Ranges:
+        """Fresh storage with room for all chunks up to this many tokens."""
+        batch, n_kv_heads, _, d_head = like.shape
+        first = 0 if self.n_seen is None else -(-int(self.n_seen.max()) // self.size)
+        more = torch.arange(first, max(first, -(-n_seen // self.size)), device=positions.device).expand(batch, -1)
+        shape = (batch, len(self.layers), 2, n_kv_heads, more.shape[1], d_head)
+        low = torch.full(shape, torch.inf, dtype=like.dtype, device=positions.device)
+        if self.chunks is None or self.low is None or self.high is None:
+            return replace(self, chunks=more.clone(), low=low, high=-low)
+        chunks = torch.cat([self.chunks, more], 1)
+        return replace(self, chunks=chunks, low=torch.cat([self.low, low], 4), high=torch.cat([self.high, -low], 4))
+
+    def dropped(self, wanted: Tensor) -> Ranges:
+        """With these chunks alone, a mask over `chunks` that is the same for every row."""
+        if self.chunks is None or self.low is None or self.high is None or bool(wanted.all()):
+            return self
+        low, high = self.low[..., wanted, :], self.high[..., wanted, :]
+        return replace(self, chunks=self.chunks[:, wanted], low=low, high=high)
+
+    def deviations(
+        self,
+        layer: int,
+        chunk: Int[Tensor, "batch kv_head slots"],
+        pair: tuple[Tensor, Tensor],
+        rows: slice = slice(None),
+        kv_heads: slice = slice(None),
+    ) -> Float[Tensor, "2 batch kv_head slots"]:
+        """Of keys and values, each scaled by its range over the chunk named for it; anything where there is none."""
+        assert self.chunks is not None and self.low is not None and self.high is not None  # noqa: S101, PT018
+        place = torch.searchsorted(self.chunks[0], chunk.long().contiguous()).clamp(max=self.chunks.shape[1] - 1)
+        found, number = [], self.layers.index(layer)
+        for part, states in enumerate(pair):
+            index = place[..., None].expand(states.shape).to(self.low.device)
+            low, high = (r[rows, number, part, kv_heads].gather(2, index) for r in (self.low, self.high))
+            found.append(scaled_deviation(wide(states.to(low.device)), wide(low), wide(high)))
+        return torch.stack(found)

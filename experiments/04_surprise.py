@@ -12,7 +12,8 @@ future says; no variant is far above its mirror, the same score from the past.
 2. Is it the future: minus log p of a token given its own text's future, and given another text's at the same
    positions; the same from the past.
 3. Repetition: a sentence that comes again verbatim later, against one that does not, over seeds.
-4. Staleness: order of the tokens held at one refresh and at later ones, in a cache that really shrinks.
+4. Staleness: order of the tokens held at one refresh and at later ones, in a cache that really shrinks; and which kinds
+   of tokens stay in it.
 
 Run: python experiments/04_surprise.py [--try]     Writes data/results/04_surprise.json and the folder 04_surprise.
 Half an hour on two cores; label and surprise runs are kept in runs/ and continued.
@@ -267,6 +268,31 @@ def stale(run: Run) -> dict[str, Any]:
     return found
 
 
+def kind(token: str) -> str:
+    """What a token is made of."""
+    text = token.strip()
+    if not text:
+        return "white space"
+    return "number" if any(c.isdigit() for c in text) else "word" if any(c.isalpha() for c in text) else "punctuation"
+
+
+def what_stays(run: Run) -> dict[str, Any]:
+    """By variant and kind of token, the share of those that had gone in which the last refresh leaves, over traces."""
+    kinds = run.tokens.assign(kind=run.tokens.token.map(kind))
+    found: dict[str, Any] = {}
+    for variant, steps in run.refreshes.groupby("variant"):
+        shares: dict[str, list[float]] = defaultdict(list)
+        for trace_id, rows in steps.groupby("trace_id"):
+            last = rows[rows.refresh == rows.refresh.max()]
+            seen = kinds[(kinds.trace_id == trace_id) & (kinds.pos < last.n_seen.iloc[0])]
+            stays = seen.pos.isin(last.pos[last.kept])
+            for name, part in stays.groupby(seen.kind):
+                shares[str(name)].append(float(part.mean()))
+            shares["all"].append(float(stays.mean()))
+        found[str(variant)] = {name: over_traces(values) for name, values in shares.items()}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--try", dest="trial", action="store_true", help="two traces a source, print, write nothing")
@@ -281,6 +307,7 @@ def main() -> None:
         everything = [tokenize(trace, model.tokenizer, chat=is_own) for trace in traces]
         results["sources"][name] = table_of(runs) | {
             "staleness": stale(runs["cycles"]),
+            "what_stays": what_stays(runs["cycles"]),
             "information": information(model, everything),
         }
     results["repetition"] = repetition(model, sentences_of(read_traces(TRACES / "documents.jsonl")))

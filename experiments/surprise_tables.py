@@ -98,6 +98,11 @@ def controls(found: dict[str, Any]) -> list[str]:
             facts = [s["staleness"][variant].get(apart) for s in sources.values()]
             label = f"`{variant}`: scores of held tokens, {apart} refresh{'' if apart == '1' else 'es'} later"
             lines.append(f"| {label} | " + " | ".join(spread(f, ".2f") if f else "" for f in facts) + " |")
+    for variant in ("full", "fast"):
+        for name in ("number", "punctuation", "word", "all"):
+            facts = [s["what_stays"][variant].get(name) for s in sources.values()]
+            label = f"`{variant}`: share that stays of {'all tokens' if name == 'all' else f'{name} tokens'}"
+            lines.append(f"| {label} | " + " | ".join(spread(f, ".2f") if f else "" for f in facts) + " |")
     repeated = "; ".join(f"`{name}` {spread(fact, '+.3f')}" for name, fact in found["repetition"].items())
     return [
         *lines,

@@ -115,7 +115,8 @@ def rules(runs: Mapping[str, Run], trace_id: str) -> pd.DataFrame:
 def numbers(table: pd.DataFrame, effects: np.ndarray) -> dict[str, dict[str, float]]:
     """What each rule says of one trace's labels; position 0, a sink, and unlabelled tokens left out."""
     known = np.isfinite(effects) & (np.arange(len(effects)) > 0)
-    common = known & table[[name for name in VARIANTS if "past" not in name]].notna().all(axis=1).to_numpy()
+    tokenwise = [name for name in VARIANTS if not {"past", "sentence", "clause"} & set(name.split(","))]
+    common = known & table[tokenwise].notna().all(axis=1).to_numpy()  # units lack their last one besides
     frequency = table["log-frequency"].to_numpy(dtype=float)
     found = {}
     for name in table:

@@ -18,10 +18,10 @@ def surprise(found: dict[str, Any]) -> list[str]:
     names = list(next(iter(sources.values()))["rules"])
     heads = " | ".join(f"{SOURCES[name]}, n = {source['n_traces']}" for name, source in sources.items())
     lines = [
-        f"Does surprise say which tokens matter? ({found['model']}, {found['dtype']}, AMD EPYC, "
+        f"Does surprise say which tokens matter? ({found['model']}, {found['dtype']}, {found['machine']['cpu']}, "
         "`experiments/04_surprise.py`.) Spearman with the effect of evicting one token (windows of 1), position and "
-        "log-frequency partialled out, mean over traces with a 95 % interval; position 0 and the last 33 tokens, which "
-        "some variant cannot score, are left out.",
+        "log-frequency (counted over the same traces) partialled out, mean over traces with a 95 % interval; position 0 "
+        "and the last 33 tokens, which gap=32 cannot score, are left out, and for units the last one besides.",
         "",
         f"| rule | {heads} |",
         "|---" * (len(sources) + 1) + "|",
@@ -53,7 +53,7 @@ def sizes(sources: dict[str, Any]) -> list[str]:
 
 def kept_half(sources: dict[str, Any], names: list[str]) -> list[str]:
     """What half of the tokens keeps of the positive effects, as a decision: raw scores, position and all."""
-    chosen = [*MIRRORED, "full,clause", "sliding window", *RIVALS, "log-frequency"]
+    chosen = [*MIRRORED, "sliding window", *RIVALS, "log-frequency"]
     lines = [
         "The same rules as a decision: the share of all positive effects that the better half of the tokens holds "
         "(.50 by chance), scores as they are.",
@@ -107,7 +107,7 @@ def controls(found: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"A sentence that comes again verbatim later against one that does not ({found['n_seeds']} seeds), difference "
+        f"A sentence followed later by itself against the same one followed by another ({found['n_seeds']} seeds), difference "
         f"of the mean score of its tokens (negative: the repetition predicts it): {repeated}. Refreshes: every "
         f"{found['every']} tokens to {found['budget']} and the first four. The nats that the own future tells are the "
         "difference in minus log p between a text's own later rows and those of another text at the same positions.",

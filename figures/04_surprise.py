@@ -81,7 +81,7 @@ def repetition(found: dict[str, Any], ax: Axes) -> None:
     ax.axvline(0, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(-0.6, len(names) - 0.4)
-    title = ["A sentence that comes again, against one that does not", f"n = {found['n_seeds']} seeds, 95 % interval"]
+    title = ["A sentence followed later by itself, against by another", f"n = {found['n_seeds']} seeds, 95 % interval"]
     describe(ax, title, "minus log p, difference in nats a token", "", 36)
 
 

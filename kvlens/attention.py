@@ -203,10 +203,17 @@ def around_attention(model: Model, function: AroundFunction) -> Iterator[None]:
     former: list[Any] = [module.config for module in model.layers]
     own = {id(module): (layer, own_backend(module)) for layer, module in enumerate(model.layers)}
 
-    def call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **keywords: Any) -> Any:
+    def call(  # the mask by the name that some families pass it under
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **keywords: Any
+    ) -> Any:
         layer, backend = own[id(module)]
         return function(
-            layer, lambda: backend(module, query, key, value, mask, **keywords)[0], query, key, value, keywords
+            layer,
+            lambda: backend(module, query, key, value, attention_mask, **keywords)[0],
+            query,
+            key,
+            value,
+            keywords,
         ), None
 
     copies = {id(config): copy.deepcopy(config) for config in former}

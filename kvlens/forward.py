@@ -183,6 +183,20 @@ def watch_blocks(model: Model, see: Callable[[int, Tensor], None]) -> Iterator[N
         yield
 
 
+@contextmanager
+def watch_input(model: Model, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within it `see(states)` is told what enters the first block, [batch, query, d_model]."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(args[0] if args else kwargs["hidden_states"])
+
+    handle = blocks(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def hidden(
     model: Model,
     ids: Int[Tensor, "batch query"],

@@ -45,6 +45,7 @@ from kvlens.forward import (
     learned_positions,
     logits,
     watch_blocks,
+    watch_input,
 )
 from kvlens.provenance import versions
 from kvlens.selfcheck import checked, doctor_facts, hooks_bite, self_check
@@ -87,6 +88,7 @@ __all__ = [
     "unembed",
     "unembed_at",
     "watch_blocks",
+    "watch_input",
     "wrap",
 ]
 

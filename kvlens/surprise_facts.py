@@ -77,10 +77,10 @@ def about(run: Run) -> dict[str, str]:
 
 
 def by_variant(run: Run, trace_id: str | None = None) -> pd.DataFrame:
-    """A row for each variant: n_tokens with a score, its median, and `agreement` with the first variant.
+    """A row for each variant: n_tokens with a score, its median, and `rho_with_first`, the first variant's scores.
 
     With refreshes also `n_refreshes`, the share of tokens `evicted` by the last one (of those that had gone in), and
-    `staleness` between one refresh and the next.
+    `rho_with_next`, that of held tokens' scores with those at the next refresh.
     """
     ids, rows = chosen_traces(run, trace_id), []
     first = variants(run)[0]
@@ -88,21 +88,23 @@ def by_variant(run: Run, trace_id: str | None = None) -> pd.DataFrame:
         scores = run.scores[(run.scores.variant == name) & run.scores.trace_id.isin(ids)]
         known = scores.score.dropna()
         row = {"variant": name, "n_tokens": len(known), "median": float(known.median()) if len(known) else np.nan}
-        row["agreement"] = _mean([agreement(run, one, first, name) for one in ids])
+        row["rho_with_first"] = _mean([agreement(run, one, first, name) for one in ids])
         if "refreshes" in run.tables:
             last = [_last(run, one, name) for one in ids]
             row["n_refreshes"] = int(sum(step.refresh.iloc[0] + 1 for step in last if len(step)))
             n_seen = sum(int(step.n_seen.iloc[0]) for step in last if len(step))
             row["evicted"] = 1 - sum(int(step.kept.sum()) for step in last) / n_seen if n_seen else 0.0
             steps = staleness(run, name, ids)
-            row["staleness"] = _mean(steps.rho[steps.apart == 1].tolist())
+            row["rho_with_next"] = _mean(steps.rho[steps.apart == 1].tolist())
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def agreement(run: Run, trace_id: str, one: str, other: str) -> float:
     """Spearman's rho of two variants over the tokens of a trace that both score; NaN under eight of them."""
+    chosen_traces(run, trace_id)
     scores = run.scores[run.scores.trace_id == trace_id]
+    one, other = chosen_variant(run, one), chosen_variant(run, other)
     table = scores.pivot(index="pos", columns="variant", values="score")
     return _rho(table[one].to_numpy(), table[other].to_numpy())
 
@@ -112,12 +114,14 @@ def fates(run: Run, trace_id: str, variant: str) -> pd.DataFrame:
 
     `last_score` is the score at the last refresh that saw it; `refresh` and `last_score` are there with refreshes only.
     """
+    chosen_traces(run, trace_id)
+    variant = chosen_variant(run, variant)
     tokens = run.tokens[run.tokens.trace_id == trace_id].sort_values("pos")
     scores = run.scores[(run.scores.trace_id == trace_id) & (run.scores.variant == variant)]
     found = tokens[["pos", "token", "segment"]].merge(scores[["pos", "score"]], on="pos", how="left")
     if "refreshes" not in run.tables:
         return found
-    steps = run.refreshes[(run.refreshes.trace_id == trace_id) & (run.refreshes.variant == variant)]
+    steps = _steps(run, trace_id, variant)
     last = steps.sort_values("refresh").groupby("pos").tail(1).set_index("pos")
     left = last.refresh[~last.kept].astype("Int32")
     return found.assign(refresh=found.pos.map(left).astype("Int32"), last_score=found.pos.map(last.score))
@@ -125,7 +129,7 @@ def fates(run: Run, trace_id: str, variant: str) -> pd.DataFrame:
 
 def steps_of(run: Run, trace_id: str, variant: str) -> pd.DataFrame:
     """A row for each refresh: refresh, n_seen, n_held before it, n_left, and the text that left."""
-    steps = run.refreshes[(run.refreshes.trace_id == trace_id) & (run.refreshes.variant == variant)]
+    steps = _steps(run, trace_id, variant)
     texts = run.tokens[run.tokens.trace_id == trace_id].set_index("pos").token
     rows = []
     for (refresh, n_seen), step in steps.groupby(["refresh", "n_seen"]):
@@ -141,7 +145,7 @@ def staleness(run: Run, variant: str, trace_ids: list[str] | None = None) -> pd.
     """
     rows = []
     for trace_id in chosen_traces(run, None) if trace_ids is None else trace_ids:
-        steps = run.refreshes[(run.refreshes.trace_id == trace_id) & (run.refreshes.variant == variant)]
+        steps = _steps(run, trace_id, variant)
         table = steps.pivot(index="pos", columns="refresh", values="score").to_numpy(dtype=float)
         for apart in range(1, table.shape[1]):
             found = [_rho(table[:, k], table[:, k + apart]) for k in range(table.shape[1] - apart)]
@@ -151,18 +155,30 @@ def staleness(run: Run, variant: str, trace_ids: list[str] | None = None) -> pd.
     return pd.DataFrame(rows, columns=["trace_id", "apart", "rho", "n_pairs"])
 
 
-def top_tokens(run: Run, trace_id: str | None, variant: str | None, n: int) -> pd.DataFrame:
-    """The `n` tokens of the highest score: the future says least about them. Raises: InputError where n is no count."""
+def top_tokens(run: Run, trace_id: str | None, variant: str | None, n: int, *, lowest: bool = False) -> pd.DataFrame:
+    """The `n` tokens of the highest score: the future says least about them; or those of the lowest, which leave first.
+
+    Raises: InputError where n is no count.
+    """
     if type(n) is not int or n < 1:
         raise InputError(f"cannot list {n!r} tokens", "give a whole number from 1 on")
     name = chosen_variant(run, variant)
     found = [fates(run, one, name).assign(trace_id=one) for one in chosen_traces(run, trace_id)]
     ranked = pd.concat(found, ignore_index=True).dropna(subset="score")
-    return ranked.sort_values("score", ascending=False, kind="stable").head(n).reset_index(drop=True)
+    return ranked.sort_values("score", ascending=lowest, kind="stable").head(n).reset_index(drop=True)
+
+
+def _steps(run: Run, trace_id: str, variant: str) -> pd.DataFrame:
+    """The refreshes of one trace under one variant. Raises: InputError where there are none, or no such variant."""
+    if "refreshes" not in run.tables:
+        raise InputError(f"'{run.path}' has no refreshes", "run kvlens surprise with a budget: -J N")
+    chosen_traces(run, trace_id)
+    variant = chosen_variant(run, variant)
+    return run.refreshes[(run.refreshes.trace_id == trace_id) & (run.refreshes.variant == variant)]
 
 
 def _last(run: Run, trace_id: str, variant: str) -> pd.DataFrame:
-    steps = run.refreshes[(run.refreshes.trace_id == trace_id) & (run.refreshes.variant == variant)]
+    steps = _steps(run, trace_id, variant)
     return steps[steps.refresh == steps.refresh.max()]
 
 

@@ -116,9 +116,9 @@ def _refreshes(steps: pd.DataFrame) -> str:
         f'<td class="context">{_shown(_cut(row.left))}</td></tr>'
         for row in steps.itertuples()
     )
-    head = "".join(f'<th class="number">{name}</th>' for name in ("refresh", "tokens seen", "held", "left"))
+    head = "".join(f'<th class="number">{name}</th>' for name in ("refresh", "tokens seen", "held before", "evicted"))
     return f"""<details><summary>Refreshes</summary>
-<table><thead><tr>{head}<th>what left</th></tr></thead><tbody>{rows}</tbody></table></details>"""
+<table><thead><tr>{head}<th>what was evicted</th></tr></thead><tbody>{rows}</tbody></table></details>"""
 
 
 def _cut(text: str) -> str:

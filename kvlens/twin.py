@@ -139,7 +139,8 @@ class Twin:
             changed[id(module)] = attention
         if self._silent is not None:
             if seen.mlp is None:
-                raise self._refusal(f"it has no module '{MLP}' that puts out states alone, which could be skipped")
+                why = f"it has no module '{MLP}' that puts out states alone, which could be skipped"
+                raise self._refusal(why, "variants that skip none can be run: full, layers=K")
             changed[id(getattr(stack[-1], MLP))] = self._silent
         changed[id(stack[-1])] = last = self._copy_with(stack[-1], changed)
         decoder: Any = self._copy_with(model.decoder, changed)
@@ -203,11 +204,12 @@ class Twin:
         if not _close(added[:, 1:], added[:, :1].expand_as(added[:, 1:]), came_out):
             raise self._refusal(f"without attention and '{MLP}' its last block still changes the states")
 
-    def _refusal(self, why: str) -> ModelRefused:
+    def _refusal(self, why: str, hint: str = "") -> ModelRefused:
         kind = type(blocks(self._model)[-1]).__name__
         return ModelRefused(
             f"{self._model.name}: {kind} is no block that kvlens can run a part of: {why}",
-            "kvlens runs parts of models whose blocks add attention and then an 'mlp' to one stream",
+            hint
+            or "kvlens runs parts of models whose blocks add attention and then an 'mlp' to one stream, without hooks",
         )
 
 

@@ -43,9 +43,9 @@ def log_normaliser(model: Model, hidden: Float[Tensor, "rows d_model"]) -> Float
 def mean_embedding(model: Model) -> Float[Tensor, " d_model"]:
     """The embedding of a token of which nothing is known: the mean over the vocabulary, float32."""
     embed = model.decoder.get_input_embeddings()
-    total = torch.zeros(model.d_model, dtype=torch.float64, device=model.device)
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
     for ids in torch.arange(model.d_vocab, device=model.device).split(NORMALISER_COLUMNS):
-        total += embed(ids).double().sum(0)
+        total = total + embed(ids).double().sum(0)
     return (total / model.d_vocab).float()
 
 

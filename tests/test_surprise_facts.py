@@ -197,14 +197,14 @@ def test_each_variant_in_a_row(run: Run) -> None:
     both = [*APPLES.scores["full"], *HOSTILE.scores["full"]]
     assert found["median"]["full"] == np.nanmedian(both)
     one = scipy.stats.spearmanr(APPLES.scores["full"][:-1], APPLES.scores["fast"][:-1]).statistic
-    assert found.agreement["full"] == pytest.approx(1)
-    assert found.agreement["fast"] == pytest.approx((one + 1) / 2)  # the other trace has the same scores twice
+    assert found.rho_with_first["full"] == pytest.approx(1)
+    assert found.rho_with_first["fast"] == pytest.approx((one + 1) / 2)  # the other trace has the same scores twice
     assert list(found.n_refreshes) == [3, 3]
     assert found.evicted["full"] == pytest.approx(1 - (5 + 5) / (12 + 8))
-    assert found.staleness.isna().all()
+    assert found.rho_with_next.isna().all()
     alone = facts.by_variant(run, "apples").set_index("variant")
     assert list(alone.n_tokens) == [11, 11]
-    assert alone.agreement["fast"] == pytest.approx(one)
+    assert alone.rho_with_first["fast"] == pytest.approx(one)
     assert list(alone.n_refreshes) == [2, 2]
     assert alone.evicted["fast"] == pytest.approx(1 - 5 / 12)
 
@@ -212,12 +212,12 @@ def test_each_variant_in_a_row(run: Run) -> None:
 def test_the_staleness_of_a_variant_is_the_mean_of_its_traces(several: Run) -> None:
     rows = facts.staleness(several, "fast")
     found = facts.by_variant(several).set_index("variant")
-    assert found.staleness["fast"] == pytest.approx(rows.rho[rows.apart == 1].mean())
+    assert found.rho_with_next["fast"] == pytest.approx(rows.rho[rows.apart == 1].mean())
     assert (rows.apart == 1).sum() == 2  # the third trace is too short to tell
 
 
 def test_without_refreshes_nothing_is_said_of_them(bare: Run) -> None:
-    assert list(facts.by_variant(bare).columns) == ["variant", "n_tokens", "median", "agreement"]
+    assert list(facts.by_variant(bare).columns) == ["variant", "n_tokens", "median", "rho_with_first"]
 
 
 def test_a_run_of_traces_that_never_were_refreshed(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_scores_that_are_all_null_have_no_median(tmp_path: Path) -> None:
     found = facts.by_variant(run)
     assert list(found.n_tokens) == [0, 0]
     assert found["median"].isna().all()
-    assert found.agreement.isna().all()
+    assert found.rho_with_first.isna().all()
     assert facts.top_tokens(run, None, None, 5).empty
 
 

@@ -36,7 +36,7 @@ def command(
     top = reporting.inspect(run, trace=trace, n=n, html=html)
     if run.schema == SURPRISE:
         document = {**surprise_text.document(run, trace), "tokens": top.to_dict("records"), "html": html}
-        text = f"{surprise_text.text(run, trace)}\n{surprise_text.tokens_text(run, trace, None, n)}"
+        text = f"{surprise_text.text(run, trace)}\n{surprise_text.tokens_text(run, trace, max(1, n // 2))}"
     else:
         document = {**facts.summary(run, trace), "windows": top.to_dict("records"), "html": html}
         text = _text(run, top, trace)

@@ -50,6 +50,10 @@ def command(
     quiet: options.Quiet = False,
 ) -> None:
     """Score each token by how little the tokens after it predict it; with -J, evict by that score as the text grows."""
+    from kvlens.observables.surprise_variant import read_variant
+
+    for words in variant or ():
+        read_variant(words)  # a slip is told before torch is loaded
     from kvlens.cli.surprise_text import document, text
     from kvlens.probe.surprise import VARIANTS, surprise
 

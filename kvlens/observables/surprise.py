@@ -31,13 +31,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import model as models
-from kvlens.errors import InputError
+from kvlens.errors import InputError, ModelRefused
 from kvlens.linear import fast_linear
 from kvlens.model import Model, Twin
 from kvlens.observables.attention_weights import Rule
 from kvlens.observables.counter_causal import Sight, attend, sdpa
 from kvlens.observables.surprise_variant import Variant
 
+SAME = 2**-6  # of the largest number: what half precision leaves of a difference
 Layers = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -114,6 +115,8 @@ class Surprise:
         self.start = model.n_layers - n_run  # the block whose input a state stores, where it is not the first
         self._twin = Twin(model, self.start, skip_mlp=variant.skip_mlp)
         self._mean = models.mean_embedding(model) if variant.no_self else None
+        if self._mean is not None and self.start:
+            _require_additive(model, self._mean)
 
     @torch.inference_mode()
     def scores(self, state: State, layers: Layers) -> Scores:
@@ -122,8 +125,7 @@ class Surprise:
         Cost: `full` the model's blocks and half of full attention, `fast` one attention layer; memory a few times the
         rows' states, growing with their number.
         """
-        if state.units is None and self.variant.unit is not None:
-            raise InputError(f"a pass over {self.variant.unit}s needs to know which rows form one", "give state.units")
+        self._check(state, layers)
         sight = self._sight(state)
         with fast_linear():
             hidden = self._run(state, layers, sight)
@@ -137,8 +139,36 @@ class Surprise:
                 found = found.masked_fill(row < state.n_pad[:, None], 0)
             found = unit_sums(found, state.units)
         windows = self.model.sliding[self.start :]
+        if not bool(torch.isfinite(found).all()):
+            raise ModelRefused(
+                f"a pass of '{self.variant.name}' over {self.model.name} gave NaN or infinity", "use --dtype float32"
+            )
         known = sight.known(None if None in windows else max(window for window in windows if window is not None))
         return Scores(torch.where(known, -found, 0.0), known)
+
+    def _check(self, state: State, layers: Layers) -> None:
+        """Nothing; raises InputError for a state and a cache that do not belong together, or not to this pass."""
+        batch, n = state.ids.shape
+        if self.model.hf.training:
+            raise InputError(f"{self.model.name} is in training mode", "call model.hf.eval()")
+        rows = [(keys.shape[0], keys.shape[2]) for keys, _ in layers]
+        if n == 0 or len(layers) != self.model.n_layers or any(found != (batch, n) for found in rows[self.start :]):
+            raise InputError(
+                f"a state of {n} rows in {batch} sequences and a cache of {len(layers)} layers with "
+                f"{sorted({*rows[self.start :]})} do not belong together",
+                f"give keys and values of all {self.model.n_layers} layers, and the state of the same rows",
+            )
+        models.check_ids(self.model, (int(state.ids.min()), int(state.ids.max())))
+        if self.start and (state.states is None or state.states.shape != (batch, n, self.model.d_model)):
+            raise InputError(
+                f"a pass from block {self.start} needs the states that entered it", "give one state for each row"
+            )
+        if self.variant.unit is None:
+            return
+        if state.units is None:
+            raise InputError(f"a pass over {self.variant.unit}s needs to know which rows form one", "give state.units")
+        if bool((state.units.diff(dim=1) < 0).any()):
+            raise InputError("numbers of units descend", "number the units of a text in their order")
 
     def _sight(self, state: State) -> Sight:
         """Which rows each row sees."""
@@ -163,6 +193,24 @@ class Surprise:
             instead = (self._mean - own_embedding.float()) * models.embedding_scale(self.model)
             states = (states.float() + instead).to(states.dtype)
         return self._twin.run(call, ids=state.ids, positions=state.positions, states=states, embeddings=embeddings)
+
+
+@torch.no_grad()
+def _require_additive(model: Model, mean: Float[Tensor, " width"]) -> None:
+    """Nothing; raises ModelRefused where an embedding does not enter the first block as it is, or scaled (3)."""
+    ids = torch.arange(3, device=model.device)[None] % model.d_vocab
+    entered: list[Tensor] = []
+    with models.watch_input(model, entered.append):
+        models.hidden(model, ids)
+        models.hidden(model, ids.roll(1, 1))
+    embed = model.decoder.get_input_embeddings()(ids).float()
+    moved, wanted = entered[1].float() - entered[0].float(), embed.roll(1, 1) - embed
+    wanted = wanted * models.embedding_scale(model)
+    if moved.shape != wanted.shape or not torch.allclose(moved, wanted, atol=SAME * float(entered[0].abs().max())):
+        raise ModelRefused(
+            f"{model.name} changes embeddings on their way into its first block: kvlens cannot take one out again later",
+            "use no_self with a full pass, or with_self",
+        )
 
 
 def _words(name: str, rows: Tensor) -> str:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from kvlens.errors import InputError
@@ -43,6 +44,10 @@ class Variant:
     unit: str | None = None
     min_gap: int = 0
     past: bool = False
+
+    def __post_init__(self) -> None:
+        if self.min_gap < 0 or self.unit not in (None, "sentence", "clause") or (self.unit and not self.logprob):
+            raise InputError(f"{self!r} is no variant: a gap from 0 on, and units of log-probabilities", _hint())
 
     @property
     def name(self) -> str:
@@ -88,7 +93,9 @@ def _meaning(word: str) -> dict[str, Any]:
         if len(number) < 11 and least <= int(number) <= MOST:
             return {field: int(number)}
         raise InputError(f"variant word '{word}' is outside {least} to {MOST}", _hint())
-    raise InputError(f"there is no variant word '{word}'", _hint())
+    near = get_close_matches(word, [*WORDS, *(f"{name}=N" for name in NUMBERS)], n=2, cutoff=0.6)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise InputError(f"there is no variant word '{word:.80}'", meant + _hint())
 
 
 def _hint() -> str:

@@ -43,8 +43,8 @@ def kept_tokens(
     grid[steps.refresh, steps.pos] = np.where(steps.kept, 1, 2)
     colours = np.array([to_rgb(colour) for colour in ("white", MINUS, PLUS)])
     ax.imshow(colours[grid], aspect="auto", interpolation="nearest")
-    for colour, label in ((MINUS, "stays"), (PLUS, "leaves")):
-        ax.plot([], [], "s", color=colour, ms=4, label=label)
+    for colour, label in ((MINUS, "stays"), (PLUS, "evicted"), ("white", "gone, or to come")):
+        ax.plot([], [], "s", color=colour, mec=SOFT, mew=0.4, ms=4, label=label)
     ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="upper right", handletextpad=0.2)
     cycle = run.meta["config"]["cycle"]
     held = f"{cycle['budget']:,} + {cycle['frozen']:,} tokens held, every {cycle['every']:,}"

@@ -65,8 +65,9 @@ def surprise(
 ) -> Run:
     """The finished run of surprise at `out`: how little the future predicts each token of prompt and reasoning.
 
-    Tables: `tokens`, `scores` (a row for each variant and token, in nats below 0: minus a logit; null where nothing
-    comes after), `traces`, and with a budget `refreshes` (each refresh of each variant: what was held, what stayed).
+    Tables: `tokens`, `scores` (a row for each variant and token: minus a logit, or with `logprob` and units nats; null
+    where nothing comes after), `traces`, and with a budget `refreshes` (each refresh of each variant: what was held,
+    what stayed). The name of a variant is its words in one spelling, whatever the order they are given in.
 
     Args:
         traces: a trace file or dataset (see `read_traces`), or traces at hand.
@@ -80,7 +81,7 @@ def surprise(
     Raises: InputError, EnvironmentLacks, ModelRefused; nothing already written is lost.
     Cost: a forward pass a trace, and for each variant what `Surprise.scores` costs; with a budget one more forward
         pass a variant, and one pass at each refresh.
-    Source: counter-causal surprise.
+    Source: counter-causal surprise (Back from the Future, arXiv 2607.27600).
     """
     chosen = _variants(variants)
     cycle = make_cycle(budget, every, frozen, recent)

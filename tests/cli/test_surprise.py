@@ -65,14 +65,14 @@ def test_the_answer_for_people(capsys: pytest.CaptureFixture[str], source: Path,
     assert said["run"] == str(tmp_path / "run")
     at = lines.index(next(line for line in lines if line.startswith("variant")))
     assert cells(lines[at]) == [
-        "variant", "tokens", "median score", "rho with the first", "bytes a token", "refreshes", "evicted",
+        "variant", "scored", "median score", "rho with full", "side bytes a token", "refreshes", "evicted",
         "rho with the next refresh",
     ]  # fmt: skip
     for line, row in zip(lines[at + 1 :], surprise_facts.by_variant(run).to_dict("records"), strict=False):
         assert cells(line) == [
-            row["variant"], "76", output.number(row["median"]), output.number(row["agreement"]),
+            row["variant"], "76", output.number(row["median"]), output.number(row["rho_with_first"]),
             {"full": "16", "fast": "144"}[row["variant"]], str(row["n_refreshes"]), f"{100 * row['evicted']:.0f} %",
-            output.number(row["staleness"]),
+            output.number(row["rho_with_next"], "+.3f"),
         ]  # fmt: skip
     assert lines[at + 1].startswith("full")
     assert lines[at + 2].startswith("fast")
@@ -103,10 +103,10 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], source: Path, 
     full, nothing = document["variants"]
     run = kvlens.load(tmp_path / "run")
     assert full["median"] == pytest.approx(float(run.scores.score.median()))
-    assert (full["n_tokens"], full["agreement"], full["n_refreshes"], full["staleness"]) == (76, 1.0, 0, None)
+    assert (full["n_tokens"], full["rho_with_first"], full["n_refreshes"], full["rho_with_next"]) == (76, 1.0, 0, None)
     assert nothing == {
-        "variant": "full,gap=99", "n_tokens": 0, "median": None, "agreement": None, "n_refreshes": 0, "evicted": 0.0,
-        "staleness": None,
+        "variant": "full,gap=99", "n_tokens": 0, "median": None, "rho_with_first": None, "n_refreshes": 0,
+        "evicted": 0.0, "rho_with_next": None,
     }  # fmt: skip
     assert app.main([*asked, "-J", "100"]) == 0  # the finished run answers the same
     out, err = capsys.readouterr()
@@ -294,18 +294,28 @@ def made(tmp_path: Path) -> Path:
     return made_surprise.write(tmp_path / "made", {"apples": APPLES, "\x1b[31m<b>": HOSTILE})
 
 
-def test_inspect_lists_the_tokens_of_the_highest_score(capsys: pytest.CaptureFixture[str], made: Path) -> None:
-    assert app.main(["inspect", str(made), "--trace", "apples", "-n", "4"]) == 0
+def test_inspect_lists_the_tokens_of_the_highest_and_the_lowest_score(
+    capsys: pytest.CaptureFixture[str], made: Path
+) -> None:
+    assert app.main(["inspect", str(made), "--trace", "apples", "-n", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index(next(line for line in lines if line.startswith("score") or cells(line)[:1] == ["score"]))
-    assert [cells(line) for line in lines[at : at + 5]] == [
-        ["score", "pos", "leaves at", "segment", "token"],
-        ["+7.00", "8", "stays", "reasoning", "one"],
-        ["+6.00", "9", "stays", "reasoning", ","],
-        ["+5.00", "3", "stays", "prompt", "two"],
-        ["+4.00", "4", "refresh 1", "prompt", "apples"],
+    heads = ["score", "pos", "leaves at", "last score", "segment", "token"]
+    first, second = (number for number, line in enumerate(lines) if cells(line) == heads)
+    assert lines[first - 2] == "What the future says least about: highest scores under full"
+    assert [cells(line) for line in lines[first + 1 : first + 5]] == [
+        ["+7.00", "8", "stays", "+7.00", "reasoning", "one"],
+        ["+6.00", "9", "stays", "+6.00", "reasoning", ","],
+        ["+5.00", "3", "stays", "+5.00", "prompt", "two"],
+        ["+4.00", "4", "refresh 1", "+1.00", "prompt", "apples"],
     ]
-    assert lines[at + 5 :] == ["", f"run   {made}"]
+    assert lines[second - 2] == "What the future says most about: lowest scores under full"
+    assert [cells(line) for line in lines[second + 1 : second + 5]] == [
+        ["−3.00", "10", "refresh 1", "−3.00", "reasoning", "so"],
+        ["−2.00", "6", "refresh 0", "−2.00", "reasoning", "She"],
+        ["−1.00", "0", "stays", "−2.00", "prompt", "<s>"],
+        ["+0.00", "5", "refresh 0", "+0.00", "prompt", ".↵"],
+    ]
+    assert lines[second + 5 :] == ["", f"run   {made}"]
     table = {cells(line)[0]: cells(line) for line in lines if cells(line)}
     assert table["full"][1:] == ["11", "+2.00", "+1.00", "16", "2", "58 %"]
 
@@ -338,7 +348,7 @@ def test_inspect_as_json(capsys: pytest.CaptureFixture[str], made: Path, tmp_pat
     assert document["schema"] == "kvlens.surprise/1"
     assert [row["variant"] for row in document["variants"]] == ["full", "fast"]
     assert document["variants"][0]["n_tokens"] == 11
-    assert document["variants"][0]["staleness"] is None
+    assert document["variants"][0]["rho_with_next"] is None
     assert document["tokens"][0] == {
         "pos": 8, "token": " one", "segment": "reasoning", "score": 7.0, "refresh": None, "last_score": 7.0,
         "trace_id": "apples",

@@ -20,8 +20,8 @@ def surprise(found: dict[str, Any]) -> list[str]:
     lines = [
         f"Does surprise say which tokens matter? ({found['model']}, {found['dtype']}, {found['machine']['cpu']}, "
         "`experiments/04_surprise.py`.) Spearman with the effect of evicting one token (windows of 1), position and "
-        "log-frequency (counted over the same traces) partialled out, mean over traces with a 95 % interval; position 0 "
-        "and the last 33 tokens, which gap=32 cannot score, are left out, and for units the last one besides.",
+        "log-frequency (counted over the same traces) partialled out, mean over traces with a 95 % interval; position "
+        "0 and the last 33 tokens, which gap=32 cannot score, are left out, and for units the last one besides.",
         "",
         f"| rule | {heads} |",
         "|---" * (len(sources) + 1) + "|",
@@ -107,10 +107,11 @@ def controls(found: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"A sentence followed later by itself against the same one followed by another ({found['n_seeds']} seeds), difference "
-        f"of the mean score of its tokens (negative: the repetition predicts it): {repeated}. Refreshes: every "
-        f"{found['every']} tokens to {found['budget']} and the first four. The nats that the own future tells are the "
-        "difference in minus log p between a text's own later rows and those of another text at the same positions.",
+        f"A sentence followed later by itself against the same one followed by another ({found['n_seeds']} seeds), "
+        f"difference of the mean score of its tokens (negative: the repetition predicts it): {repeated}.",
+        "",
+        f"Refreshes: every {found['every']} tokens to {found['budget']} and the first four. The nats that the own "
+        "future tells are the difference in minus log p between a text's own later rows and another text's there.",
     ]
 
 

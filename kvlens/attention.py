@@ -207,14 +207,11 @@ def around_attention(model: Model, function: AroundFunction) -> Iterator[None]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **keywords: Any
     ) -> Any:
         layer, backend = own[id(module)]
-        return function(
-            layer,
-            lambda: backend(module, query, key, value, attention_mask, **keywords)[0],
-            query,
-            key,
-            value,
-            keywords,
-        ), None
+
+        def output() -> Tensor:
+            return backend(module, query, key, value, attention_mask, **keywords)[0]
+
+        return function(layer, output, query, key, value, keywords), None
 
     copies = {id(config): copy.deepcopy(config) for config in former}
     for config in copies.values():

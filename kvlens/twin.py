@@ -208,8 +208,7 @@ class Twin:
         kind = type(blocks(self._model)[-1]).__name__
         return ModelRefused(
             f"{self._model.name}: {kind} is no block that kvlens can run a part of: {why}",
-            hint
-            or "kvlens runs parts of models whose blocks add attention and then an 'mlp' to one stream, without hooks",
+            hint or "kvlens runs parts of models whose blocks, without hooks, add attention and an 'mlp' to one stream",
         )
 
 

@@ -69,7 +69,7 @@ def test_each_refresh_shows_what_stays_and_what_leaves(run: Run) -> None:
     assert np.isclose(np.asarray(image.get_array())[1, 2], NOTHING).all()
     assert {text.get_text() for text in ax.get_legend().get_texts()} == {"stays", "evicted", "gone, or to come"}
     named = {line.get_label(): to_rgb(line.get_color()) for line in ax.lines}
-    assert named == {"stays": STAYS, "leaves": LEAVES}
+    assert named == {"stays": STAYS, "evicted": LEAVES, "gone, or to come": NOTHING}
     assert ax.get_ylim()[0] > ax.get_ylim()[1]  # downwards
     assert image.get_extent()[0] == -0.5
 

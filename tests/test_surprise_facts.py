@@ -140,8 +140,22 @@ def test_each_refresh_with_the_text_that_left(run: Run) -> None:
     ]
     fast = facts.steps_of(run, "apples", "fast")
     assert list(fast.left) == ["Ann has two", " apples.\nShe eats"]
-    columns = ["refresh", "n_seen", "n_held", "n_left", "left"]
-    assert list(facts.steps_of(run, "apples", "no such").columns) == columns
+    with pytest.raises(InputError, match="no variant 'no such'"):
+        facts.steps_of(run, "apples", "no such")
+
+
+def test_what_a_run_does_not_hold_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    bare = facts.surprise_run(made_surprise.write(tmp_path / "bare", {"apples": APPLES}, cycle=None))
+    for call in (facts.steps_of, lambda run, _, variant: facts.staleness(run, variant)):
+        with pytest.raises(InputError, match="no refreshes"):
+            call(bare, "apples", "full")
+    for call in (facts.fates, facts.steps_of):
+        with pytest.raises(InputError, match="no trace 'pears'"):
+            call(run, "pears", "full")
+    with pytest.raises(InputError, match="no variant 'zzz'"):
+        facts.fates(run, "apples", "zzz")
+    with pytest.raises(InputError, match="no variant 'zzz'"):
+        facts.agreement(run, "apples", "full", "zzz")
 
 
 # Staleness

@@ -116,7 +116,7 @@ class Surprise:
         self._twin = Twin(model, self.start, skip_mlp=variant.skip_mlp)
         self._mean = models.mean_embedding(model) if variant.no_self else None
         if self._mean is not None and self.start:
-            _require_additive(model, self._mean)
+            _require_additive(model)
 
     @torch.inference_mode()
     def scores(self, state: State, layers: Layers) -> Scores:
@@ -196,7 +196,7 @@ class Surprise:
 
 
 @torch.no_grad()
-def _require_additive(model: Model, mean: Float[Tensor, " width"]) -> None:
+def _require_additive(model: Model) -> None:
     """Nothing; raises ModelRefused where an embedding does not enter the first block as it is, or scaled (3)."""
     ids = torch.arange(3, device=model.device)[None] % model.d_vocab
     entered: list[Tensor] = []
@@ -208,7 +208,7 @@ def _require_additive(model: Model, mean: Float[Tensor, " width"]) -> None:
     wanted = wanted * models.embedding_scale(model)
     if moved.shape != wanted.shape or not torch.allclose(moved, wanted, atol=SAME * float(entered[0].abs().max())):
         raise ModelRefused(
-            f"{model.name} changes embeddings on their way into its first block: kvlens cannot take one out again later",
+            f"{model.name} changes embeddings on their way into its first block: no one can be taken out later",
             "use no_self with a full pass, or with_self",
         )
 

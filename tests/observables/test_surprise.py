@@ -272,7 +272,7 @@ def test_a_pass_over_units_needs_them_and_more_blocks_than_there_are_are_refused
         Surprise(family("llama"), read_variant("sentence")).scores(held.state(0), held.layers)
     with pytest.raises(InputError, match="last 4 blocks"):
         Surprise(family("llama"), Variant(layers=4))
-    with pytest.raises(InputError, match="needs states"):
+    with pytest.raises(InputError, match="needs the states"):
         Surprise(family("llama"), FAST).scores(held.state(0), held.layers)
     everything = Surprise(family("llama"), Variant(layers=3)).scores(held.state(0), held.layers)
     assert torch.equal(everything.values, Surprise(family("llama"), FULL).scores(held.state(0), held.layers).values)
@@ -465,3 +465,58 @@ def test_a_gpu_gives_the_scores_of_the_mask(name: str) -> None:
     for text in ("full", "fast", "layers=2,no_self,logprob", "full,past,gap=2", "sentence"):
         variant = read_variant(text)
         check(model, held, variant, UNITS.cuda() if variant.unit else None)
+
+
+# What does not belong together
+
+
+def test_a_state_and_a_cache_of_other_sizes_are_refused() -> None:
+    model = wrap(tiny.llama())
+    held = prefilled(model, 12)
+    fast = Surprise(model, FAST)
+    whole = held.state(fast.start, None)
+    shorter = [(keys[:, :, :-1], values[:, :, :-1]) for keys, values in held.layers]
+    few = whole.select(torch.arange(11)[None])
+    for state, layers in ((few, held.layers), (whole, shorter), (whole, held.layers[:2])):
+        with pytest.raises(InputError, match="do not belong together"):
+            fast.scores(state, layers)
+    with pytest.raises(InputError, match="needs the states"):
+        fast.scores(dataclasses.replace(whole, states=None), held.layers)
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        fast.scores(dataclasses.replace(whole, ids=whole.ids + tiny.N_VOCAB), held.layers)
+    model.hf.train()
+    with pytest.raises(InputError, match="training mode"):
+        fast.scores(whole, held.layers)
+
+
+def test_units_out_of_order_are_refused() -> None:
+    model = wrap(tiny.llama())
+    held = prefilled(model, 6)
+    state = held.state(0, torch.tensor([[0, 0, 1, 1, 0, 2]]))
+    with pytest.raises(InputError, match="descend"):
+        Surprise(model, read_variant("clause")).scores(state, held.layers)
+
+
+@pytest.mark.parametrize("fields", [{"min_gap": -1}, {"unit": "clause"}, {"unit": "page", "logprob": True}])
+def test_variants_that_are_none_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="is no variant"):
+        Variant(**fields)
+
+
+def test_a_pass_that_overflows_is_no_score() -> None:
+    """What the model left behind is finite but for one value, which only rows that look ahead read."""
+    model = wrap(tiny.llama())
+    held = prefilled(model, 12)
+    layers = [(keys, values.clone()) for keys, values in held.layers]
+    layers[-1][1][:, :, -1] = torch.inf
+    with pytest.raises(ModelRefused, match="NaN or infinity"):
+        Surprise(model, FULL).scores(held.state(0, None), layers)
+
+
+def test_an_embedding_that_is_changed_before_the_first_block_cannot_be_taken_out_later() -> None:
+    model = wrap(tiny.llama())
+    Surprise(model, read_variant("fast,no_self"))
+    hook = model.decoder.layers[0].register_forward_pre_hook(lambda _, args: (3 * args[0], *args[1:]))
+    with pytest.raises(ModelRefused, match="changes embeddings"):
+        Surprise(model, read_variant("layers=1,no_self"))
+    hook.remove()

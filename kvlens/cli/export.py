@@ -69,6 +69,12 @@ def command(
         Literal["all", "layer", "head"] | None,
         typer.Option("--reduce", help="Which layers and heads keep the same tokens (by method, else all)."),
     ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            "--program", metavar="FILE", help="Also write the decode-time scorer as a .pt2 that runs without kvlens."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what the file holds.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -81,10 +87,12 @@ def command(
         bands=bands, scorer=scorer, parameters=_parameters(set_ or []), model=model, sinks=sinks, recent=recent,
         protect_prompt=protect_prompt, trigger=trigger, page_size=page_size, storage=storage, allocate=allocate,
         reduce=reduce, budget_tokens=budget_tokens, budget_bytes=budget_bytes, keep_fraction=keep_fraction,
-        force=force,
+        program=program, force=force,
     )  # fmt: skip
     document = {"path": out, **policy.document()}
-    Output(json, quiet).answer(document, text=_text(policy, out), paths=[out])
+    paths = [out] if program is None else [out, program]
+    document |= {} if program is None else {"program": program}
+    Output(json, quiet).answer(document, text=_text(policy, out), paths=paths)
 
 
 def _parameters(words: Sequence[str]) -> dict[str, Any]:

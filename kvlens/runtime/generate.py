@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +19,6 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from kvlens import model as models
 from kvlens.causal_lm import Model
@@ -31,6 +29,7 @@ from kvlens.policy_file import PolicyFile, read_policy
 from kvlens.provenance import plain, versions
 from kvlens.runtime.apply import Run, apply
 from kvlens.runtime.report import Report
+from kvlens.runtime.speaker import Speaker
 from kvlens.tokenising import prompt_ids
 
 SCHEMA = "kvlens.generated/1"
@@ -139,23 +138,29 @@ def generate(
     with applied as run:
         new = models.generate(loaded, ids, max_new_tokens=room, temperature=temperature, seed=seed, streamer=speaker)
     seconds = perf_counter() - started
-    settings = {
-        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint, "note": loaded.note},
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": str(loaded.device),
-        "attention": loaded.attention,
+    settings = _facts(loaded) | {
         "max_new_tokens": max_new_tokens,
         "temperature": float(temperature),
         "seed": seed,
         "chat": bool(chat),
         "beyond_context": bool(beyond_context),
-        "versions": versions(),
     }
     found = Generated(
         speaker.text_of(new), new, len(ids), len(new) == room, seconds, settings, chosen, *_told(run, files)
     )
     _write(found, files)
     return found
+
+
+def _facts(model: Model) -> dict[str, Any]:
+    """What a text's settings say of the model and the versions."""
+    return {
+        "model": {"name": model.name, "fingerprint": model.fingerprint, "note": model.note},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": model.attention,
+        "versions": versions(),
+    }
 
 
 def _ignore(_: str) -> None:
@@ -240,48 +245,6 @@ def _room(model: Model, n_prompt: int, max_new_tokens: int, beyond_context: bool
         hint = "shorten it" if beyond_context else "shorten it, or use --beyond-context"
         raise InputError(f"the prompt of {n_prompt:,} tokens fills the model's context of {most:,}", hint)
     return min(max_new_tokens, most - n_prompt)
-
-
-# 3.
-
-
-class Speaker(BaseStreamer):
-    """Tells the text as tokens come; a character that is not whole yet waits for its other tokens."""
-
-    def __init__(self, model: Model, prompt: Sequence[int], tell: Callable[[str], None]) -> None:
-        self.tokenizer, self.tell = model.tokenizer, tell
-        self.stops = models.stop_ids(model)
-        # some tokenizers drop a space in front of what they decode, so the text is read behind the prompt's last token
-        self.before = list(prompt[-1:])
-        self.head = self._decoded([])
-        self.ids: list[int] = []
-        self.n_puts = 0
-        self.said = ""
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode([*self.before, *ids], skip_special_tokens=True))
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """The text of new tokens as it follows the prompt; a character cut off at the end is left out."""
-        whole = self._decoded(ids)
-        text = whole[len(self.head) :] if whole.startswith(self.head) else self.tokenizer.decode(ids)
-        return str(text).rstrip("\ufffd")
-
-    def put(self, value: Tensor) -> None:
-        """Takes the prompt, then one token at a time."""
-        self.n_puts += 1
-        if self.n_puts == 1:
-            return
-        self.ids += [i for i in value.reshape(-1).tolist() if i not in self.stops]
-        if not self._decoded(self.ids).endswith("\ufffd"):
-            self.end()
-
-    def end(self) -> None:
-        """Tells what is new, and what waited."""
-        text = self.text_of(self.ids)
-        if text.startswith(self.said):
-            self.tell(text[len(self.said) :])
-            self.said = text
 
 
 # 4.

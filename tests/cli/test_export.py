@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import made_signals
 import numpy as np
 import pytest
 import tiny_runs
-from torch import Tensor
+import torch
 
 import kvlens
 from kvlens.cli import app
@@ -22,8 +21,7 @@ from kvlens.errors import InputError, VerdictNo
 from kvlens.exporting import usual
 from kvlens.policy import Budget
 from kvlens.policy_file import PolicyFile, read_policy
-from kvlens.scorers import table
-from kvlens.scorers.interface import Facts, Plain, Views
+from kvlens.scorers.interface import Facts
 
 N_LAYERS, POSITIVE, NEGATIVE = 10, (1, 4), (6, 10)
 
@@ -154,22 +152,26 @@ def test_another_scorer_may_take_the_depths(folder: Path, tmp_path: Path) -> Non
     assert paper.scorer.parameters["depth_a"] == 10 / 32
 
 
-@dataclass(frozen=True)
-class Fitted(Plain):
-    """Stands where the scorer of fitted weights will: it only has their field."""
+def test_bands_themselves_go_to_a_scorer_that_takes_bands(folder: Path, tmp_path: Path) -> None:
+    policy = exported(tmp_path / "p.json", str(folder / "both" / "bands"), "--scorer", "band_adaptive")
+    found = json.loads((folder / "both" / "bands" / "bands.json").read_text())
+    edges = {band["sign"]: [band["start"] / N_LAYERS, band["stop"] / N_LAYERS] for band in found["bands"]}
+    assert (policy.scorer.parameters["band_a"], policy.scorer.parameters["band_b"]) == (edges[1], edges[-1])
+    one = str(folder / "one" / "bands")
+    assert app.main(["export", one, "--scorer", "band_adaptive", "-o", str(tmp_path / "q.json")]) == 1
+    by_hand = exported(tmp_path / "q.json", one, "--scorer", "band_adaptive", "--set", "band_b=[0.5, 0.8]")
+    assert by_hand.scorer.parameters["band_b"] == [0.5, 0.8]
 
-    features: list[dict[str, Any]]
 
-    def score(self, state: Any, views: Views) -> Tensor:
-        return views.positions.double()
-
-
-def test_a_ranking_gives_its_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(table.TABLE, "fitted", Fitted)
+def test_a_ranking_gives_its_weights(folder: Path, tmp_path: Path) -> None:
     fitted = json.loads((folder / "ranking" / "fitted.json").read_text())
     policy = exported(tmp_path / "p.json", str(folder / "ranking"))
     assert policy.scorer.name == "fitted"
-    assert policy.scorer.parameters == {"features": fitted["features"]}
+    rows = fitted["features"]
+    assert policy.scorer.parameters["signals"] == [row["signal"] for row in rows]
+    assert policy.scorer.parameters["layers"] == [row["layer"] for row in rows]
+    assert policy.scorer.parameters["weights"] == [row["ridge"] for row in rows]
+    assert policy.scorer.make().weights == tuple(row["ridge"] for row in rows)  # type: ignore[attr-defined]
     (evidence,) = policy.evidence
     assert evidence.file_schema == "kvlens.fitted/1"
     assert evidence.sha256 == hashlib.sha256((folder / "ranking" / "fitted.json").read_bytes()).hexdigest()
@@ -179,6 +181,19 @@ def test_a_ranking_gives_its_weights(folder: Path, tmp_path: Path, monkeypatch: 
     nothing = tmp_path / "nothing.json"
     nothing.write_text(json.dumps(fitted | {"features": []}))
     assert app.main(["export", str(nothing), "-o", str(tmp_path / "q.json")]) == 1
+
+
+def test_a_program_stands_beside_the_policy(model: Path, tmp_path: Path) -> None:
+    words = ["export", "--scorer", "epikv", "-o", str(tmp_path / "p.json"), "--program", str(tmp_path / "p.pt2")]
+    assert app.main(words) == 2  # of which model?
+    assert not (tmp_path / "p.json").exists()
+    assert app.main([*words, "-m", str(model)]) == 0
+    loaded = torch.export.load(tmp_path / "p.pt2").module()
+    d_model = tiny_runs.model().d_model
+    nothing = torch.full((1, 2, 63), torch.nan, dtype=torch.float64)
+    last, _, score = loaded(torch.full((1, 2, d_model), torch.nan), nothing, torch.ones(1, 2, d_model))
+    assert torch.equal(last, torch.ones(1, 2, d_model))
+    assert (score.shape, score.dtype) == ((1,), torch.float32)
 
 
 # Options

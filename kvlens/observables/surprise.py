@@ -139,11 +139,11 @@ class Surprise:
                 found = found.masked_fill(row < state.n_pad[:, None], 0)
             found = unit_sums(found, state.units)
         windows = self.model.sliding[self.start :]
-        if not bool(torch.isfinite(found).all()):
+        known = sight.known(None if None in windows else max(window for window in windows if window is not None))
+        if not bool(torch.isfinite(found[known]).all()):
             raise ModelRefused(
                 f"a pass of '{self.variant.name}' over {self.model.name} gave NaN or infinity", "use --dtype float32"
             )
-        known = sight.known(None if None in windows else max(window for window in windows if window is not None))
         return Scores(torch.where(known, -found, 0.0), known)
 
     def _check(self, state: State, layers: Layers) -> None:
@@ -151,11 +151,11 @@ class Surprise:
         batch, n = state.ids.shape
         if self.model.hf.training:
             raise InputError(f"{self.model.name} is in training mode", "call model.hf.eval()")
-        rows = [(keys.shape[0], keys.shape[2]) for keys, _ in layers]
-        if n == 0 or len(layers) != self.model.n_layers or any(found != (batch, n) for found in rows[self.start :]):
+        rows = {layers[layer][0].shape[::2] for layer in range(self.start, min(len(layers), self.model.n_layers))}
+        if n == 0 or len(layers) != self.model.n_layers or rows != {(batch, n)}:
             raise InputError(
                 f"a state of {n} rows in {batch} sequences and a cache of {len(layers)} layers with "
-                f"{sorted({*rows[self.start :]})} do not belong together",
+                f"{sorted(rows)} do not belong together",
                 f"give keys and values of all {self.model.n_layers} layers, and the state of the same rows",
             )
         models.check_ids(self.model, (int(state.ids.min()), int(state.ids.max())))

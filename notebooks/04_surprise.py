@@ -84,8 +84,8 @@ for name in ("full", "fast"):
 # %% [markdown]
 # ## Does it tell which tokens matter?
 #
-# `data/labels` holds how much the target loses when a token is evicted. Rank correlations of each variant, with position
-# and token frequency partialled out, in these two texts. Two texts decide nothing: see the experiment's table.
+# `data/labels` holds how much the target loses when a token is evicted. Rank correlations of each variant, position and
+# token frequency partialled out, in these two texts. Two texts decide nothing: see "What was measured" in the README.
 
 # %%
 labels = kvlens.load("../data/labels").tokens

@@ -101,7 +101,7 @@ def stale(found: dict[str, Any], ax: Axes) -> None:
     ax.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower left", handletextpad=0.3)
     title = [f"{found['budget']} + 4 tokens held, refreshed every {found['every']}", "95 % interval over traces"]
-    describe(ax, title, "refreshes between", "rank correlation of scores", 40)
+    describe(ax, title, "refreshes between", "rank correlation of scores", 34)
 
 
 def settle(figure: Figure) -> None:

@@ -45,7 +45,8 @@ def kept_tokens(
     ax.imshow(colours[grid], aspect="auto", interpolation="nearest")
     for colour, label in ((MINUS, "stays"), (PLUS, "evicted"), ("white", "gone, or to come")):
         ax.plot([], [], "s", color=colour, mec=SOFT, mew=0.4, ms=4, label=label)
-    ax.legend(fontsize=TEXT_POINTS, framealpha=1, edgecolor="white", loc="upper right", handletextpad=0.2)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 3, "columnspacing": 0.8}
+    ax.legend(fontsize=TEXT_POINTS, frameon=False, handletextpad=0.2, **below)
     cycle = run.meta["config"]["cycle"]
     held = f"{cycle['budget']:,} + {cycle['frozen']:,} tokens held, every {cycle['every']:,}"
     describe(ax, [visible(trace_id), f"{variant}: {held}", _model(run)], "position in the trace", "refresh", NARROW)

@@ -15,6 +15,7 @@ Source: EpiKV, arXiv 2606.26472.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,7 +48,7 @@ class Moved:
         return replace(self, frozen=self.frozen.select(kept))
 
 
-class MovedBlocks(Plain):
+class MovedBlocks(Plain, ABC):
     """What methods on the change of the residual stream share: the change is taken, a number made of it and frozen."""
 
     score_prompt: bool
@@ -68,11 +69,11 @@ class MovedBlocks(Plain):
         window, numbers = self.number(state, changes)
         return replace(state, window=window, frozen=state.frozen.append(seen.positions, numbers))
 
+    @abstractmethod
     def number(
         self, state: Moved, changes: Float64[Tensor, "batch block new"]
     ) -> tuple[rolling.Trailing, Float64[Tensor, "batch new"]]:
         """2.: the windows after these changes, and what each new token is worth."""
-        raise NotImplementedError
 
     def score(self, state: Moved, views: Views) -> Float[Tensor, "batch heads kept"]:
         """The frozen number of every slot."""

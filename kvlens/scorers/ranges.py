@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.errors import InputError
 from kvlens.observables.arithmetic import wide
 from kvlens.observables.lag import scaled_deviation
 from kvlens.scorers.frozen import EMPTY
@@ -40,17 +41,23 @@ class Ranges:
         if self.n_seen is not None:
             n_seen = n_seen.maximum(self.n_seen)
         grown = self._grown(int(n_seen.max()), positions, states[self.layers[0]][0])
-        assert grown.chunks is not None and grown.low is not None and grown.high is not None  # noqa: S101, PT018
-        place = torch.searchsorted(grown.chunks, positions.long().div(self.size, rounding_mode="floor").contiguous())
-        place = place.clamp(max=grown.chunks.shape[1] - 1)
+        chunks, lowest, highest = grown.held()
+        place = torch.searchsorted(chunks, positions.long().div(self.size, rounding_mode="floor").contiguous())
+        place = place.clamp(max=chunks.shape[1] - 1)
         padding = (positions == EMPTY)[:, None, :, None]
         for number, layer in enumerate(self.layers):
             for part, rows in enumerate(states[layer]):
                 rows = rows.to(positions.device)
                 index = place[:, None, :, None].expand(rows.shape)
-                for ranges, how, nothing in ((grown.low, "amin", torch.inf), (grown.high, "amax", -torch.inf)):
+                for ranges, how, nothing in ((lowest, "amin", torch.inf), (highest, "amax", -torch.inf)):
                     ranges[:, number, part].scatter_reduce_(2, index, rows.masked_fill(padding, nothing), how)
         return replace(grown, n_seen=n_seen)
+
+    def held(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`chunks`, `low` and `high`. Raises: InputError before the first token, when there are none."""
+        if self.chunks is None or self.low is None or self.high is None:
+            raise InputError("ranges of keys and values were asked for before any token was seen")
+        return self.chunks, self.low, self.high
 
     def _grown(self, n_seen: int, positions: Tensor, like: Tensor) -> Ranges:
         """Fresh storage with room for all chunks up to this many tokens."""
@@ -80,11 +87,11 @@ class Ranges:
         kv_heads: slice = slice(None),
     ) -> Float[Tensor, "2 batch kv_head slots"]:
         """Of keys and values, each scaled by its range over the chunk named for it; anything where there is none."""
-        assert self.chunks is not None and self.low is not None and self.high is not None  # noqa: S101, PT018
-        place = torch.searchsorted(self.chunks[0], chunk.long().contiguous()).clamp(max=self.chunks.shape[1] - 1)
+        chunks, lowest, highest = self.held()
+        place = torch.searchsorted(chunks[0], chunk.long().contiguous()).clamp(max=chunks.shape[1] - 1)
         found, number = [], self.layers.index(layer)
         for part, states in enumerate(pair):
-            index = place[..., None].expand(states.shape).to(self.low.device)
-            low, high = (r[rows, number, part, kv_heads].gather(2, index) for r in (self.low, self.high))
+            index = place[..., None].expand(states.shape).to(lowest.device)
+            low, high = (r[rows, number, part, kv_heads].gather(2, index) for r in (lowest, highest))
             found.append(scaled_deviation(wide(states.to(low.device)), wide(low), wide(high)))
         return torch.stack(found)

@@ -19,7 +19,8 @@ from kvlens.scorers.interface import Scorer
 
 Count = Annotated[int, Field(ge=0, le=2**40)]
 Positive = Annotated[int, Field(ge=1, le=2**40)]
-HeadBudgets = Annotated[tuple[Positive, ...], Field(strict=False)]  # a list will do
+# A list will do. The first wrong number is enough: a hostile file would make an error of each of its 100,000.
+HeadBudgets = Annotated[tuple[Positive, ...], Field(strict=False, fail_fast=True)]
 TRIGGER = re.compile(r"prefill|step|every:([1-9][0-9]{0,9})")
 
 
@@ -70,7 +71,7 @@ class Allocate(_Part):
 
     name: Literal["uniform", "table"] = "uniform"
     parameters: dict[str, Any] = Field(default_factory=dict)
-    table: Annotated[tuple[HeadBudgets, ...], Field(strict=False)] | None = None
+    table: Annotated[tuple[HeadBudgets, ...], Field(strict=False, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Allocate:

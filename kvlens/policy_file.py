@@ -54,7 +54,7 @@ class PolicyFile(Policy):
 
     file_schema: Literal["kvlens.policy/1"] = Field(alias="schema")
     model: MadeFor | None = None
-    evidence: Annotated[tuple[Evidence, ...], Field(strict=False)] = ()
+    evidence: Annotated[tuple[Evidence, ...], Field(strict=False, fail_fast=True)] = ()
     created: Short
     kvlens_version: Short
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -146,10 +147,15 @@ HOSTILE: dict[str, tuple[bytes | dict[str, Any], str]] = {
 
 def refused(path: str | Path, says: str) -> None:
     """One line, with a hint, in under a second of processor time."""
-    before = time.process_time()
-    with pytest.raises(InputError) as caught:
-        read_policy(path)
-    assert time.process_time() - before < 1.0
+    gc.disable()  # a collection walks through what all earlier tests left: a second of nobody's fault here
+    try:
+        before = time.process_time()
+        with pytest.raises(InputError) as caught:
+            read_policy(path)
+        taken = time.process_time() - before
+    finally:
+        gc.enable()
+    assert taken < 1.0
     message, hint = caught.value.message, caught.value.hint
     assert says in message
     assert "\n" not in message

@@ -19,7 +19,7 @@ from kvlens.runstate import fresh, sealed
 from kvlens.schemas import SIGNALS
 
 N_PROMPT, N_TARGET = 6, 3
-CAUSAL = ("hidden_change", "hidden_change_rolling", "hidden_change_z", "key_norm", "surprisal")
+CAUSAL = ("hidden_change", "hidden_change_rolling", "hidden_change_z", "key_norm", "surprisal", "lag_causal")
 Columns = Mapping[str, np.ndarray]  # [pos] or [pos, layer], for prompt and reasoning
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlens.cli import options
 from kvlens.cli.output import Output, columns, interval, number, table
+from kvlens.wording import counted
 
 if TYPE_CHECKING:
     from kvlens.loading import Run
@@ -21,7 +22,7 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Rank signals by how well they tell which tokens matter beyond position, and fit a score of the causal ones."""
+    """Rank signals by how well they tell which tokens matter beyond position, and fit a score of streaming ones."""
     from kvlens.discover import ranking
 
     run = ranking.signals(labels, signals, out, audit_only=audit_only, seed=seed, force=force)
@@ -50,8 +51,9 @@ def _text(run: Run, rows: list[dict[str, Any]], fitted: dict[str, Any]) -> str:
     ]
     if fitted["held_out"] is not None:
         ridge, logistic = (fitted["held_out"]["score"][name] for name in ("ridge_rho", "logistic_auc"))
+        n_fitted = counted(len(fitted["features"]), "streaming signal")
         score = {
-            "fitted": f"{len(fitted['features'])} causal signals, in held-out traces and beyond position:",
+            "fitted": f"{n_fitted}, in held-out traces and beyond position:",
             "  ridge": f"rho {number(ridge['mean'])} {interval(ridge['low'], ridge['high'])}",
             "  logistic": f"AUC for the top tenth {number(logistic['mean'], '.2f')} "
             f"{interval(logistic['low'], logistic['high'], '.2f')}",

@@ -5,10 +5,11 @@
 2. Two fits, tokens weighted so that each trace counts once: ridge to the rank of the effect within its trace, logistic
    to the top tenth by effect. Both always have a curve of the position, so that no signal is credited with it.
 3. Cross-validation over whole traces; means, deviations and the choice of layers come from the traces that fit.
-   Add-one: position + signal against position. Drop-one: all causal signals against all but this. In held-out traces:
-   Spearman of the ridge's prediction with the effect, AUC of the logistic's for the top tenth by effect.
-4. `fitted.json`: the weights over all traces, of causal signals alone and without the position's terms: a decoder does
-   not know how far it is through a trace. `held_out.score` is what that score is worth, position partialled out.
+   Add-one: position + signal against position. Drop-one: all streaming signals against all but this. In held-out
+   traces: Spearman of the ridge's prediction with the effect, AUC of the logistic's for the top tenth by effect.
+4. `fitted.json`: the weights over all traces, of streaming signals alone (what a decoder knows of a token as it comes)
+   and without the position's terms: a decoder does not know how far it is through a trace. `held_out.score` is what
+   that score is worth, position partialled out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ FITTED = "kvlens.fitted/1"
 N_FOLDS = 5
 TOP = 0.1
 LEAST_KNOWN = 0.8  # of the tokens: a signal that is null in more of them would cost the others their tokens
+# causal, and yet nothing that a decoder has at hand for every token
+OUT_OF_REACH = {
+    "attention_entropy": "needs attention weights, which no decoder under FlashAttention has",
+    "surprisal": "needs the logits of every token, which a decoder asks of the last one alone",
+}
 SCORES = ("score_ridge_rho", "score_ridge_auc", "score_logistic_rho", "score_logistic_auc")
 RIDGE, LOGISTIC = "rank of the effect within its trace", "top tenth of the trace's tokens by effect"
 
@@ -108,22 +114,22 @@ def best_layer(rho: Float[np.ndarray, "trace layer"]) -> int:
 
 
 def combine(pair: Pair, candidates: Sequence[Candidate], folds: Int[np.ndarray, " trace"], seed: int) -> Combination:
-    """What every signal adds beyond position, and the score of the causal ones. Cost: a few fits a signal and fold."""
+    """What every signal adds beyond position, and the score of streaming ones. Cost: a few fits a signal and fold."""
     table = Table(pair.traces, folds)
     usable = [one for one in candidates if not one.unfit]
     left_out = {one.name: one.unfit for one in candidates if one.unfit}
     added: dict[str, dict[str, float]] = {one.name: {} for one in candidates}
-    left_out |= {one.name: "reads tokens that come later, or is not marked causal" for one in usable if not one.causal}
+    left_out |= {one.name: reason for one in usable if (reason := _out_of_reach(one))}
     possible = len(pair.traces) > 1
     for one in usable if possible else ():
         without, with_it = (table.held_out(chosen, one.known) for chosen in ([], [one]))
         added[one.name] |= _differences("adds", with_it, without, seed)
-    causal, known = _jointly_known([one for one in usable if one.causal], len(table.trace), left_out)
+    streaming, known = _jointly_known([one for one in usable if one.name not in left_out], len(table.trace), left_out)
     held_out = None
-    if causal and possible:
-        everything, nothing = table.held_out(causal, known), table.held_out([], known)
-        for one in causal:
-            rest = table.held_out([other for other in causal if other is not one], known)
+    if streaming and possible:
+        everything, nothing = table.held_out(streaming, known), table.held_out([], known)
+        for one in streaming:
+            rest = table.held_out([other for other in streaming if other is not one], known)
             added[one.name] |= _differences("drops", everything, rest, seed)
         held_out = {
             "position": {name: _interval(nothing[name], seed) for name in ("rho", "auc")},
@@ -131,15 +137,20 @@ def combine(pair: Pair, candidates: Sequence[Candidate], folds: Int[np.ndarray, 
             "beyond_position": {name: _interval(everything[name] - nothing[name], seed) for name in ("rho", "auc")},
             "score": {name.removeprefix("score_"): _interval(everything[name], seed) for name in SCORES},
         }
-    document = _document(pair, table, causal, known)
+    document = _document(pair, table, streaming, known)
     return Combination(added, document | {"held_out": held_out, "left_out": left_out, "seed": seed})
 
 
+def _out_of_reach(one: Candidate) -> str:
+    """Why a decoder does not have this signal of a token when it comes."""
+    return OUT_OF_REACH.get(one.name, "") if one.causal else "reads tokens that come later, or is not marked causal"
+
+
 def _jointly_known(
-    causal: Sequence[Candidate], n_tokens: int, left_out: dict[str, str]
+    streaming: Sequence[Candidate], n_tokens: int, left_out: dict[str, str]
 ) -> tuple[list[Candidate], Bool[np.ndarray, " token"]]:
     """The signals that are known together at enough tokens, and those tokens; the scarcest is left out first."""
-    kept = list(causal)
+    kept = list(streaming)
     while True:
         known = np.all([np.ones(n_tokens, dtype=bool), *(one.known for one in kept)], axis=0)
         if not kept or known.mean() >= LEAST_KNOWN:

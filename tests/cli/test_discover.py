@@ -73,7 +73,7 @@ def test_signals_for_people(capsys: pytest.CaptureFixture[str], folder: Path, tm
     assert [row[0] for row in rows] == ["surprisal", "hidden_change_rolling"]
     assert rows[1][1] in "345"
     assert [row[-1] for row in rows] == ["yes", "yes"]
-    assert "2 causal signals" in out
+    assert "1 streaming signal," in out
     assert "nan" not in out
 
 

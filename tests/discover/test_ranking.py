@@ -21,10 +21,13 @@ from kvlens.discover.inputs import read_pair
 from kvlens.discover.simulate import Simulated, simulate
 from kvlens.errors import EnvironmentLacks, InputError
 from kvlens.loading import Run
+from kvlens.observables.table import BY_NAME
+from kvlens.scorers.fitted import SIGNALS, parameters_of
+from kvlens.scorers.table import make
 from kvlens.stats import beyond_position, top_share
 
 N_TRACES, N_LAYERS = 16, 6
-NAMES = ("hidden_change_rolling", "surprisal", "key_norm", "attention_mass", "age")
+NAMES = ("hidden_change_rolling", "lag_causal", "key_norm", "attention_mass", "age")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def columns(worlds: list[Simulated]) -> list[dict[str, np.ndarray]]:
         n = len(label)
         found.append(
             {
-                "surprisal": 0.4 * label + random.normal(size=n),
+                "lag_causal": 0.4 * label + random.normal(size=n),
                 "key_norm": random.normal(size=signal.shape),
                 "attention_mass": 2 * label[:, None] + random.normal(size=signal.shape),
                 "age": np.arange(n)[::-1].astype(float),
@@ -70,12 +73,12 @@ def row(run: Run, signal: str) -> Any:
 
 def test_what_tells_most_stands_first(run: Run) -> None:
     compared = run.ranking[run.ranking.choice != "each layer"]
-    assert compared.signal.tolist() == ["attention_mass", "hidden_change_rolling", "surprisal", "key_norm", "age"]
+    assert compared.signal.tolist() == ["attention_mass", "hidden_change_rolling", "lag_causal", "key_norm", "age"]
     assert (run.ranking.choice == "each layer").tolist() == [False] * 5 + [True] * 3 * N_LAYERS
     assert row(run, "hidden_change_rolling")["layer"] in (2, 3)
-    assert row(run, "surprisal")["choice"] == "only value"
-    assert pd.isna(row(run, "surprisal")["layer"])
-    for name in ("hidden_change_rolling", "surprisal", "attention_mass"):
+    assert row(run, "lag_causal")["choice"] == "only value"
+    assert pd.isna(row(run, "lag_causal")["layer"])
+    for name in ("hidden_change_rolling", "lag_causal", "attention_mass"):
         assert row(run, name)["rho_low"] > 0.05
         assert row(run, name)["adds_rho_low"] > 0
         assert row(run, name)["adds_auc"] > 0.02
@@ -98,13 +101,13 @@ def test_the_measures_are_those_of_the_traces(
     confirm = [i for i, name in enumerate(half) if name == "confirm"]
     expected: dict[str, list[float]] = {"rho": [], "raw_rho": [], "auc_size": [], "auc_signed": []}
     for i in confirm:
-        signal, effect = columns[i]["surprisal"][:-1].astype(np.float32), worlds[i].label[:-1]
+        signal, effect = columns[i]["lag_causal"][:-1].astype(np.float32), worlds[i].label[:-1]
         left = [beyond_position(x[:, None].astype(float), np.arange(len(x)))[:, 0] for x in (signal, effect)]
         expected["rho"].append(float(np.corrcoef(*left)[0, 1]))
         expected["raw_rho"].append(float(scipy.stats.spearmanr(signal, effect).statistic))
         expected["auc_size"].append(roc_auc_score(top_share(np.abs(effect), 0.1), left[0]))
         expected["auc_signed"].append(roc_auc_score(top_share(effect, 0.1), left[0]))
-    found = row(run, "surprisal")
+    found = row(run, "lag_causal")
     assert found["n_traces"] == len(confirm) == N_TRACES // 2
     for name, values in expected.items():
         assert found[name] == pytest.approx(np.mean(values))
@@ -129,18 +132,18 @@ def test_no_layer_is_chosen_on_the_traces_that_judge_it(tmp_path: Path, worlds: 
 
 def test_only_causal_signals_are_fitted(run: Run) -> None:
     fitted = run.documents["fitted"]
-    assert [f["signal"] for f in fitted["features"]] == ["hidden_change_rolling", "surprisal", "key_norm"]
+    assert [f["signal"] for f in fitted["features"]] == ["hidden_change_rolling", "lag_causal", "key_norm"]
     assert "later" in fitted["left_out"]["attention_mass"]
     assert [row(run, name)["causal"] for name in NAMES] == [True, True, True, False, False]
     assert np.isnan(row(run, "attention_mass")["drops_auc"])
-    assert row(run, "surprisal")["drops_auc_low"] > 0
+    assert row(run, "lag_causal")["drops_auc_low"] > 0
     assert abs(row(run, "key_norm")["drops_rho"]) < 0.05
-    (change, surprisal, _) = fitted["features"]
+    (change, lag_causal, _) = fitted["features"]
     assert change["layer"] in (2, 3)
     assert change["depth"] == change["layer"] / N_LAYERS
-    assert surprisal["layer"] is surprisal["depth"] is None
-    assert min(change["ridge"], surprisal["ridge"]) > 2 * abs(fitted["features"][2]["ridge"])
-    assert min(change["logistic"], surprisal["logistic"]) > abs(fitted["features"][2]["logistic"])
+    assert lag_causal["layer"] is lag_causal["depth"] is None
+    assert min(change["ridge"], lag_causal["ridge"]) > 2 * abs(fitted["features"][2]["ridge"])
+    assert min(change["logistic"], lag_causal["logistic"]) > abs(fitted["features"][2]["logistic"])
 
 
 def test_the_document_is_enough_to_score_with(
@@ -165,7 +168,7 @@ def test_the_document_is_enough_to_score_with(
     assert np.mean(rho) > held_out["mean"] > 0.25  # fitted on these traces, so a little better than held out
     assert held_out["mean"] == pytest.approx(np.mean(rho), abs=0.05)
     assert held_out["low"] < held_out["mean"] < held_out["high"]
-    flat = np.concatenate([np.asarray(more["surprisal"][:-1]) for more in columns])
+    flat = np.concatenate([np.asarray(more["lag_causal"][:-1]) for more in columns])
     assert fitted["features"][1]["mean"] == pytest.approx(flat.mean(), abs=1e-5)
     assert fitted["features"][1]["std"] == pytest.approx(flat.std(), abs=1e-5)
 
@@ -177,15 +180,31 @@ def test_the_combination_beats_each_signal_alone(run: Run) -> None:
         gain = held_out["position_and_signals"][name]["mean"] - held_out["position"][name]["mean"]
         assert held_out["beyond_position"][name]["mean"] == pytest.approx(gain)
         assert gain > row(run, "hidden_change_rolling")[f"adds_{name}"]
-        assert gain > row(run, "surprisal")[f"adds_{name}"]
+        assert gain > row(run, "lag_causal")[f"adds_{name}"]
+
+
+def test_what_a_decoder_has_not_at_hand_is_compared_but_not_fitted(tmp_path: Path, worlds: list[Simulated]) -> None:
+    random = np.random.default_rng(0)
+    telling = [0.4 * world.label + random.normal(size=len(world.label)) for world in worlds]
+    run = kvlens.signals(
+        *made_signals.pair(tmp_path, worlds, [{"surprisal": one} for one in telling]), tmp_path / "out"
+    )
+    fitted = run.documents["fitted"]
+    assert row(run, "surprisal")["causal"]
+    assert row(run, "surprisal")["adds_auc_low"] > 0
+    assert np.isnan(row(run, "surprisal")["drops_auc"])
+    assert "logits" in fitted["left_out"]["surprisal"]
+    make("fitted", parameters_of(fitted))  # a policy can rest on all that was fitted
+    causal = {signal.name for signal in BY_NAME.values() if signal.causal}
+    assert causal - set(combine.OUT_OF_REACH) == set(SIGNALS)
 
 
 def test_a_signal_that_only_follows_position_adds_nothing(tmp_path: Path, worlds: list[Simulated]) -> None:
     drift = [Simulated(s, label + np.linspace(0, 6, len(label))) for s, label in worlds]
     random = np.random.default_rng(0)
-    more = [{"surprisal": np.linspace(0, 6, len(label)) + random.normal(size=len(label))} for _, label in worlds]
+    more = [{"lag_causal": np.linspace(0, 6, len(label)) + random.normal(size=len(label))} for _, label in worlds]
     run = kvlens.signals(*made_signals.pair(tmp_path, drift, more), tmp_path / "out")
-    found = row(run, "surprisal")
+    found = row(run, "lag_causal")
     assert found["raw_rho"] > 0.5
     assert abs(found["rho"]) < 0.1
     assert abs(found["adds_rho"]) < 0.02
@@ -197,15 +216,15 @@ def test_a_signal_with_holes_costs_the_others_no_token(tmp_path: Path, worlds: l
     for number, (_, label) in enumerate(worlds):
         rare = np.where(np.arange(len(label)) % 3 == 0, label, np.nan)
         some = np.where(np.arange(len(label)) < 8, np.nan, label)
-        more.append({"surprisal": rare, "key_norm": some if number else np.full(len(label), np.nan)})
+        more.append({"lag_causal": rare, "key_norm": some if number else np.full(len(label), np.nan)})
     run = kvlens.signals(*made_signals.pair(tmp_path, worlds, more), tmp_path / "out")
     fitted = run.documents["fitted"]
-    assert "34% of the tokens" in fitted["left_out"]["surprisal"]
+    assert "34% of the tokens" in fitted["left_out"]["lag_causal"]
     assert [f["signal"] for f in fitted["features"]] == ["hidden_change_rolling", "key_norm"]
     lengths = [len(world.label) - 1 for world in worlds]
     assert fitted["n_tokens"] == sum(lengths[1:]) - 8 * (N_TRACES - 1)
     assert fitted["held_out"]["score"]["ridge_rho"]["n_traces"] == N_TRACES - 1
-    assert row(run, "surprisal")["rho"] > 0.9
+    assert row(run, "lag_causal")["rho"] > 0.9
 
 
 def test_signals_that_are_hardly_known_together_lose_the_scarcest() -> None:

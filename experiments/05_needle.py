@@ -1,32 +1,39 @@
 """Which policies still answer for a fact stated early in a long text, under a quarter of its tokens?
 
-Prediction: attention of the question finds the fact (query-aware snapkv, h2o); query-agnostic scorers keep it by chance,
+Prediction: the question's attention finds the fact (query-aware snapkv, h2o); query-agnostic scorers keep it by chance,
 about as often as random, since nothing marks a password as important before it is asked for.
 
-1. Ten texts of 2,000 tokens, each another stretch of the project's documents with one sentence put in after 200 tokens:
+1. Ten texts of 2,000 tokens, each another stretch of the project's documents with one sentence put in early:
    "The password of PLACE is WORD." The question is "The password of PLACE is"; an answer counts if WORD is in the next
    8 tokens, taken greedily.
 2. Query-agnostic: the text is prefilled and evicted to the budget, then the question is asked of what is left.
-   Query-aware: text and question are one prompt, evicted after.
-3. All scorers with the same protection (4 sinks, the last 32 tokens), trigger `prefill`, one set of tokens for all
+   Query-aware: all but the question's last token is there before anything leaves; that one is asked of what is left
+   (else the first word of the answer would be read off the full cache).
+3. All scorers with the same protection (4 sinks, the last 32 tokens), trigger `prefill`; one set of tokens for all
    layers and heads (`reduce: all`) and, where a scorer tells heads apart, also one for each head.
 4. Query-agnostic also with larger budgets, to see what it takes.
 
-`fitted` holds the weights of data/results/02_bands (labels of other texts). `oracle` needs labels and is left out.
-Run: python experiments/05_needle.py [--scorer NAME]... [--try]     Writes data/results/05_needle.json; with --scorer only
-these rows are measured again.
+The texts are the rows of one batch, and all but their last two tokens go through the model once for every scorer: what
+scorers remember of a text does not depend on how it is cut (tests/runtime), and nothing leaves before those two.
+`fitted` holds the weights of data/results/02_bands. `oracle` needs labels and is left out.
+Run: python experiments/05_needle.py [--scorer NAME]... [--try]     Writes data/results/05_needle.json
+With --scorer only these rows are measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from common import RESULTS, TRACES, described, machine, write
+from torch import Tensor
+from transformers.cache_utils import Cache
 
 import kvlens
 from kvlens import model as models
@@ -37,13 +44,15 @@ from kvlens.scorers.fitted import parameters_of
 from kvlens.scorers.table import TABLE
 from kvlens.texts import read_traces
 
-BUDGET, LENGTH, DEPTH, NEW = 512, 2000, 200, 8
-LADDER = (768, 1024, 1280, 1536, 1792)
+BUDGET, LENGTH, LAST, NEW = 512, 2000, 2, 8
+DEPTHS = range(100, 300, 20)  # no two at the same place: a seeded scorer draws by position
+LADDER = (BUDGET, 768, 1024, 1536)
+PROTECT = {"sinks": 4, "recent": 32}
 PLACES = {
-    "the harbour master's safe": "marigold",
+    "the garden shed": "marigold",
     "the blue gate": "falcon",
     "the old observatory": "walnut",
-    "the bakery cellar": "thunder",
+    "the stone bridge": "thunder",
     "the night ferry": "copper",
     "the museum attic": "lantern",
     "the river lock": "saffron",
@@ -54,21 +63,20 @@ PLACES = {
 LEFT_OUT = {"oracle"}
 
 
-def cases(model: Model) -> list[tuple[torch.Tensor, torch.Tensor, str]]:
-    """1. Of each needle, the ids of its text, those of its question, and the answer."""
+def texts(model: Model) -> tuple[Tensor, Tensor]:
+    """1. The ids of the texts and of the questions, one row a needle."""
 
     def ids(text: str) -> list[int]:
         return list(model.tokenizer(text, add_special_tokens=False).input_ids)
 
     documents = ids("\n\n".join(trace.text or "" for trace in read_traces(TRACES / "documents.jsonl")))
-    found = []
-    for number, (place, word) in enumerate(PLACES.items()):
+    rows, questions = [], []
+    for number, ((place, word), depth) in enumerate(zip(PLACES.items(), DEPTHS, strict=True)):
         needle = ids(f"\n\nThe password of {place} is {word}.\n\n")
         hay = np.roll(documents, -1000 * number)[: LENGTH - len(needle)].tolist()
-        text = hay[:DEPTH] + needle + hay[DEPTH:]
-        question = ids(f"\n\nThe password of {place} is")
-        found.append((torch.tensor([text]), torch.tensor([question]), word))
-    return found
+        rows.append(hay[:depth] + needle + hay[depth:])
+        questions.append(ids(f"\n\nThe password of {place} is"))
+    return torch.tensor(rows), torch.tensor(questions)  # places are chosen so that all questions are as long
 
 
 def policy(name: str, budget: int, reduce: str) -> Policy:
@@ -79,54 +87,51 @@ def policy(name: str, budget: int, reduce: str) -> Policy:
     return Policy(
         scorer={"name": name, "parameters": parameters},  # type: ignore[arg-type]
         budget={"tokens": budget},  # type: ignore[arg-type]
-        protect={"sinks": 4, "recent": 32},  # type: ignore[arg-type]
+        protect=PROTECT,  # type: ignore[arg-type]
         trigger="prefill",
         reduce=reduce,  # type: ignore[arg-type]
     )
 
 
-@torch.inference_mode()
-def answer(model: Model, chosen: Policy, text: torch.Tensor, question: torch.Tensor, *, aware: bool) -> str:
-    """2. What is written after the question."""
-    whole = torch.cat([text, question], 1)
+def answers(model: Model, chosen: Policy, cache: Cache, text: Tensor, question: Tensor, *, aware: bool) -> list[str]:
+    """2. What is written after each question; the cache lacks the last two tokens of the texts and is not changed."""
+    cache, whole = copy.deepcopy(cache), torch.cat([text, question], 1)
+    before = whole[:, text.shape[1] - LAST : -1] if aware else text[:, -LAST:]
     with kvlens.apply(chosen, model, record=False) as run:
-        cache = None
-        if not aware:
-            model.hf(text, use_cache=True, logits_to_keep=1)
-            cache = run.cache
-            held = run.report().most_held
-            assert held <= chosen.budget.tokens, held  # type: ignore[operator]
+        model.hf(before, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        held, budget = run.report().most_held, chosen.budget.tokens or 0
+        if held > budget:
+            raise RuntimeError(f"{held} tokens are held under a budget of {budget}")
         out = model.hf.generate(
             whole, attention_mask=torch.ones_like(whole), past_key_values=cache, max_new_tokens=NEW, do_sample=False,
             pad_token_id=0,
         )  # fmt: skip
-    return str(model.tokenizer.decode(out[0, whole.shape[1] :]))
+    return [str(said) for said in model.tokenizer.batch_decode(out[:, whole.shape[1] :])]
 
 
-def row(model: Model, name: str, budget: int, reduce: str, n: int, *, aware: bool) -> dict[str, Any]:
-    chosen = policy(name, budget, reduce)
-    found = [answer(model, chosen, text, question, aware=aware) for text, question, _ in cases(model)[:n]]
-    right = [contains(said, word) for said, (_, _, word) in zip(found, cases(model), strict=False)]
-    seen = "query_aware" if aware else "query_agnostic"
-    result = {"scorer": name, "reduce": reduce, "budget": budget, "visibility": seen, "right": int(sum(right)), "n": n}
-    print(json.dumps(result | {"said": found[0]}), file=sys.stderr, flush=True)
-    return result | {"said": found}
+@torch.inference_mode()
+def rows_of(model: Model, name: str, n: int, budgets: Sequence[int]) -> list[dict[str, Any]]:
+    """2. to 4. for one scorer."""
+    text, question = (ids[:n] for ids in texts(model))
+    scorer, found = policy(name, BUDGET, "all").scorer.make(), []
+    with kvlens.apply(policy(name, 2 * LENGTH, "all"), model, record=False) as run:
+        model.hf(text[:, :-LAST], use_cache=True, logits_to_keep=1)
+        cache = run.cache
+    for reduce in ("all", "head") if scorer.per_layer else ("all",):
+        for budget, aware in ((BUDGET, True), *((budget, False) for budget in budgets)):
+            said = answers(model, policy(name, budget, reduce), cache, text, question, aware=aware)
+            right = [bool(contains(one, word)) for one, word in zip(said, PLACES.values(), strict=False)]
+            about = {"scorer": name, "reduce": reduce, "budget": budget}
+            seen = {"visibility": "query_aware" if aware else "query_agnostic", "right": sum(right), "n": n}
+            print(json.dumps(about | seen | {"said": said[0]}), file=sys.stderr, flush=True)
+            found.append(about | seen | {"said": said})
+    return found
 
 
 def full(model: Model, n: int) -> dict[str, Any]:
-    """The full cache."""
-    return row(model, "sliding_window", 2 * LENGTH, "all", n, aware=True) | {"scorer": "full cache"}
-
-
-def rows_of(model: Model, name: str, n: int) -> list[dict[str, Any]]:
-    """2. to 4. for one scorer."""
-    scorer = policy(name, BUDGET, "all").scorer.make()
-    found = []
-    for reduce in ("all", "head") if scorer.per_layer else ("all",):
-        for aware in (False, True):
-            found.append(row(model, name, BUDGET, reduce, n, aware=aware))
-        found += [row(model, name, budget, reduce, n, aware=False) for budget in LADDER]
-    return found
+    """The full cache: a budget above the length evicts nothing."""
+    found = rows_of(model, "sliding_window", n, [2 * LENGTH])[1]
+    return found | {"scorer": "full cache", "visibility": "query_aware"}
 
 
 def main() -> None:
@@ -141,9 +146,9 @@ def main() -> None:
     kept = json.loads(before.read_text())["rows"] if arguments.scorer and before.exists() else [full(model, n)]
     rows = [one for one in kept if one["scorer"] not in names]
     for name in names:
-        rows += rows_of(model, name, n)
+        rows += rows_of(model, name, n, LADDER)
         if not arguments.trial:  # a long run that is stopped keeps what it has
-            settings = {"length": LENGTH, "depth": DEPTH, "protect": {"sinks": 4, "recent": 32}, "trigger": "prefill"}
+            settings = {"length": LENGTH, "depths": list(DEPTHS), "protect": PROTECT, "trigger": "prefill"}
             write("05_needle", {**described(model), "machine": machine(), **settings, "rows": rows})
 
 

@@ -12,6 +12,7 @@ first eviction beat one that does by more than 1.6 times, in a fifth of the extr
    context: a memory experiment).
 5. End to end: a prompt of 4,096 and 512 new tokens.
 6. One eviction at 4,096: selection and compaction, apart from scoring, as a share of a decode step.
+7. Bytes stored after every new token of a text: what the figure draws.
 
 Ratios are of medians, ways taken in turn in one process; peaks are of fresh processes. Prompts are the project's text;
 budgets below the prompt leave it unprotected.
@@ -41,6 +42,7 @@ import kvlens
 from kvlens import model as models
 from kvlens.model import Model
 from kvlens.policy import Policy
+from kvlens.runtime.meter import Meter
 from kvlens.scorers.table import TABLE
 from kvlens.stats import over_traces
 from kvlens.texts import read_traces
@@ -205,17 +207,25 @@ def first_eviction(model: Model, kind: str) -> None:
 
 @torch.inference_mode()
 def materialised(model: Model, ids: Tensor) -> None:
-    """H2O as its first code has it: eager attention hands out its matrices, which are summed; rows then leave."""
-    former = model.hf.config._attn_implementation
+    """H2O over eager attention, the best plain way: each layer's matrix is summed and let go before the next; then rows
+    leave.
+    """
+    former, masses = model.hf.config._attn_implementation, []
+
+    def take(_: Any, __: Any, output: tuple[Any, ...]) -> None:
+        masses.append(output[1][0].sum(1).view(model.n_kv_heads, -1, ids.shape[1]).mean(1))
+
     model.hf.set_attn_implementation("eager")
+    hooks = [layer.self_attn.register_forward_hook(take) for layer in model.hf.model.layers]
     try:
         cache = DynamicCache(config=model.hf.config)
-        output = model.hf(ids, past_key_values=cache, use_cache=True, output_attentions=True, logits_to_keep=1)
-        for layer, weights in zip(cache.layers, output.attentions, strict=True):
-            mass = weights[0].float().sum(1).view(model.n_kv_heads, -1, ids.shape[1]).mean(1)
+        model.hf(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for layer, mass in zip(cache.layers, masses, strict=True):
             kept = mass.topk(BUDGET, -1).indices.sort(-1).values[None, :, :, None].expand(-1, -1, -1, model.d_head)
             layer.keys, layer.values = layer.keys.gather(2, kept), layer.values.gather(2, kept)
     finally:
+        for hook in hooks:
+            hook.remove()
         model.hf.set_attn_implementation(former)
 
 
@@ -302,6 +312,29 @@ def one_eviction(model: Model, rounds: int) -> dict[str, Any]:
     return found
 
 
+# 7.
+
+
+def growth(model: Model, n_prompt: int, n_new: int) -> dict[str, Any]:
+    """Bytes stored after every new token, without a policy and with."""
+    ids, found = text_ids(model, n_prompt), {}
+    ways = {
+        "full cache": None,
+        "epikv, every 128 tokens": policy("epikv"),
+        "epikv, every token": policy("epikv", trigger="step"),
+    }
+    for name, chosen in ways.items():
+        with under(chosen, model):
+            cache = DynamicCache(config=model.hf.config)
+            meter = Meter(cache)
+            model.hf.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=meter, max_new_tokens=n_new,
+                min_new_tokens=n_new, do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        found[name] = meter.bytes
+    return {"n_prompt": n_prompt, "bytes": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -321,6 +354,7 @@ def main() -> None:
         "prefill": lambda: prefill_times(model, 1 if few else 5),
         "memory": lambda: peaks(arguments.device),
         "one_eviction": lambda: one_eviction(model, 1 if few else 5),
+        "growth": lambda: growth(model, 256, 32 if few else 768),
         "end_to_end": lambda: end_to_end(model, 1 if few else 3, 32 if few else NEW),
     }
     for name, part in parts.items():

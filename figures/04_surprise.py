@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlens import plots
-from kvlens.plots.style import INK, SOFT, TEXT_POINTS, describe
+from kvlens.plots.style import INK, SOFT, TEXT_POINTS, describe, settle
 
 RESULTS = Path(__file__).resolve().parent.parent / "data" / "results"
 SVG = Path(__file__).with_suffix(".svg")
@@ -102,14 +102,6 @@ def stale(found: dict[str, Any], ax: Axes) -> None:
     ax.legend(fontsize=TEXT_POINTS, frameon=False, loc="lower left", handletextpad=0.3)
     title = [f"{found['budget']} + 4 tokens held, refreshed every {found['every']}", "95 % interval over traces"]
     describe(ax, title, "refreshes between", "rank correlation of scores", 34)
-
-
-def settle(figure: Figure) -> None:
-    """Nothing; the layout is worked out once and rounded, for its last digits differ from process to process."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for ax in figure.axes:
-        ax.set_position([round(edge, 4) for edge in ax.get_position().bounds])
 
 
 def draw(results: Path = RESULTS, svg: Path = SVG) -> None:

@@ -8,6 +8,7 @@ from kvlens.plots.ceilings import (
     predictors,
     rule_excess,
 )
+from kvlens.plots.deploy import stored_bytes
 from kvlens.plots.discovery import label_agreement, layer_profile, position_trend, signal_ranking
 from kvlens.plots.labels import effect_distribution, token_effects
 from kvlens.plots.style import LINES, MINUS, NOISE, PLUS, SHADES, SIZE_INCHES
@@ -33,5 +34,6 @@ __all__ = [
     "rule_excess",
     "score_staleness",
     "signal_ranking",
+    "stored_bytes",
     "token_effects",
 ]

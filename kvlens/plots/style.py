@@ -14,6 +14,7 @@ from kvlens.wording import extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SIZE_INCHES = (3.3, 2.3)
 TITLE_POINTS, TEXT_POINTS = 8.0, 7.0
@@ -46,3 +47,11 @@ def describe(ax: Axes, title: Sequence[str], x: str, y: str, width: int = TITLE_
     for side, spine in ax.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set(color=SOFT, linewidth=0.6)
+
+
+def settle(figure: Figure) -> None:
+    """Nothing; the layout is worked out once and rounded, for its last digits differ from process to process."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for ax in figure.axes:
+        ax.set_position([round(edge, 4) for edge in ax.get_position().bounds])

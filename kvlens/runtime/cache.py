@@ -275,6 +275,11 @@ def storage_bytes(tensors: Iterator[tuple[str, Tensor]]) -> int:
     return sum(storages.values())
 
 
+def physical_bytes(cache: Cache) -> int:
+    """Bytes of all storages of a cache, a policy's own tensors included."""
+    return storage_bytes(all_tensors(cache))
+
+
 def new_positions(
     ledger: Ledger, mask: Tensor | None, n_new: int
 ) -> tuple[Int[Tensor, "batch new"], Bool[Tensor, "batch new"] | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlens.errors import InputError
 from kvlens.runtime import budget
-from kvlens.runtime.cache import HeldLayer, Ledger, all_tensors, ledger_of, storage_bytes
+from kvlens.runtime.cache import HeldLayer, Ledger, ledger_of, physical_bytes, storage_bytes
 from kvlens.runtime.evict import Choice
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def of(run: Run) -> Report:
         full_bytes=rows * layers[0].n_seen * one,
         held_bytes=storage_bytes((name, t) for layer in layers for name, t in layer.tensors()),
         side_bytes=storage_bytes(ledger.tensors()),
-        physical_bytes=storage_bytes(all_tensors(cache)),
+        physical_bytes=physical_bytes(cache),
         claimed_bytes=int(rows * min(claimed, layers[0].n_seen) * one),
         tie_rate=float(log.n_tied / log.n_scored) if log.n_scored else 0.0,
         scoring_seconds=log.scoring_seconds,

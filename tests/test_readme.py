@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,24 @@ def test_the_inspect_examples_run(elsewhere: Path, capsys: pytest.CaptureFixture
     page = (elsewhere / "runs" / "page.html").read_text(encoding="utf-8")
     assert not re.search(r"<script|https?:|src=", page)
     assert "kiln-firings" in page
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_way_from_texts_to_a_running_policy(elsewhere: Path, smollm2: Any) -> None:
+    """As a shell runs it: label, observe, bands, export, generate."""
+    (script,) = blocks("bash", "kvlens()")
+    assert script.count(".venv/bin/kvlens") == 1
+    script = script.replace(".venv/bin/kvlens", f"{shlex.quote(sys.executable)} -m kvlens")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "no band" in done.stdout + done.stderr
+    assert "held" in done.stderr
+    policy = kvlens.read_policy("runs/deploy/epikv.json")
+    assert (policy.scorer.name, policy.budget.tokens) == ("epikv", 64)
 
 
 def test_every_name_of_kvlens_in_the_readme_exists() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ceiling_tables import ceilings, rows_speed, search_speed
+from runtime_tables import needle, runtime
 from surprise_tables import SOURCES, surprise, surprise_speed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,6 +196,8 @@ def block() -> str:
         ("03_rows_speed", rows_speed),
         ("04_surprise", surprise),
         ("04_surprise_speed", surprise_speed),
+        ("05_needle", needle),
+        ("05_runtime", runtime),
     )
     parts = [write(found) for name, write in tables if (found := result(name))]
     return "\n\n".join("\n".join(lines) for lines in parts)

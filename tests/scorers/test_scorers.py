@@ -38,7 +38,16 @@ from kvlens.scorers.interface import (
     tensors,
 )
 
-UNJUDGED = {"surprise": 1, "surprise_fast": 1, "lagkv": 6, "snapkv": 4}  # of the last of 30 tokens
+UNJUDGED = {
+    "surprise": 1,
+    "surprise_fast": 1,
+    "lagkv": 6,
+    "snapkv": 4,
+    "tova": 1,
+    "rkv": 4,
+    "thinkv": 2,
+    "segment_hidden": 2,
+}  # of the last of 30 tokens
 FACTS = Facts(n_layers=3, n_heads=4, n_kv_heads=2, d_head=8, layers=(0, 1, 2))
 
 

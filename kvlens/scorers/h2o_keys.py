@@ -1,7 +1,7 @@
 """`h2o_keys`: heavy hitters without queries, the last keys asking in their place.
 
 1. When an eviction is due, the keys of the last 256 slots of a KV head act as queries: the softmax of their products
-   with the held keys, scaled as the layer scales, each seeing the slots up to its own position.
+   with the held keys over sqrt(d_head), each seeing the slots up to its own position.
 2. Summed over these pseudo-queries, and added to what the slot had at the refreshes before; mean over the layers and
    heads that keep the same tokens (with `reduce: all`, the paper's form, over all of them).
 3. The sum is gone with its slot. The newest have had few who asked: `protect.recent` (the paper: half the budget).
@@ -70,7 +70,6 @@ class H2OKeys(Plain):
     def score(self, state: Before, views: Views) -> Float[Tensor, "batch heads kept"]:
         """1. and 2."""
         keys = wide(views.keys)
-        scale = keys.shape[-1] ** -0.5 if views.rule is None else views.rule.scale
         positions = views.positions.to(keys.device).expand(-1, keys.shape[1], -1)
         # the last real slots of every head, wherever its empty ones stand
         last = (positions != EMPTY).to(torch.int8).sort(dim=-1, stable=True).indices[..., -self.window :]
@@ -78,5 +77,5 @@ class H2OKeys(Plain):
         asked = positions.take_along_dim(last, -1)
         hidden = positions[:, :, None] > asked[..., None]
         hidden = hidden | (positions == EMPTY)[:, :, None] | (asked == EMPTY)[..., None]
-        weights = weights_without(asking, keys, Rule(scale), hidden)[0].masked_fill_(hidden, 0.0)
+        weights = weights_without(asking, keys, Rule(keys.shape[-1] ** -0.5), hidden)[0].masked_fill_(hidden, 0.0)
         return weights.sum(2) + state.look_up(views)

@@ -81,7 +81,8 @@ def _importance(
     group = shown.queries.shape[1] // keys.shape[1]
     hidden = shown.hidden | ~shown.judged.repeat_interleave(group, 1)[:, :, None]
     scores = scores_without(shown.queries, keys, rule, hidden)
-    weights = scores.unflatten(1, (keys.shape[1], group)).amax(2).softmax(-1)
+    highest = scores.reshape(len(scores), keys.shape[1], group, *scores.shape[2:]).amax(2)
+    weights = highest.softmax(-1)
     mean = weights.nan_to_num(0.0).sum(2) / shown.n_asking  # a query that padding stands for sees nothing
     near, place = packed(mean, shown.judged)
     return max_pool1d(near, pool, stride=1, padding=pool // 2).gather(-1, place)

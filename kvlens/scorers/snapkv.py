@@ -54,7 +54,8 @@ class SnapKV(Plain):
             return unjudged(views)
         weights = weights_without(shown.queries, wide(views.keys), views.rule, shown.hidden)[0]
         weights.masked_fill_(shown.hidden, 0.0)
-        mean = weights.sum(2).unflatten(1, (views.keys.shape[1], -1)).mean(2) / shown.n_asking
+        batch, n_kv_heads, n_slots = shown.judged.shape
+        mean = weights.sum(2).reshape(batch, n_kv_heads, -1, n_slots).mean(2) / shown.n_asking
         near, place = packed(mean, shown.judged)
         pooled = avg_pool1d(near, self.pool, stride=1, padding=self.pool // 2).gather(-1, place)
         return pooled.masked_fill(~shown.judged, torch.nan)

@@ -126,24 +126,25 @@ class ThinKV(Plain):
         typed = kind != UNTYPED
         if not bool(typed.any()):
             return torch.zeros_like(segment)
-        names = segment[typed].unique()
+        names = torch.unique(segment[typed])
         number = torch.searchsorted(names, segment).clamp(max=len(names) - 1)
         place = thoughts.ranks(torch.zeros_like(keys[..., 0]), segment, typed) - 1
-        n_points = int(place[typed].max()) + 1
-        shape = (*segment.shape[:2], len(names), n_points)
+        shape = (*segment.shape[:2], len(names), int(place[typed].max()) + 1)
         # a table of segments by points; slots of no whole segment go to one more place, which is cut off
-        index = (number * n_points + place).masked_fill(~typed, len(names) * n_points)
-        table = keys.new_zeros((*segment.shape[:2], len(names) * n_points + 1, keys.shape[-1]))
-        table.scatter_(2, index[..., None].expand(keys.shape), keys)
-        points = table[:, :, :-1].unflatten(2, shape[2:])
-        there = torch.zeros(table.shape[:3], dtype=torch.bool, device=keys.device).scatter_(2, index, typed)
-        there = there[:, :, :-1].unflatten(2, shape[2:])
-        level = steps.new_zeros(table.shape[:3]).scatter_(2, index, steps)[:, :, :-1].unflatten(2, shape[2:]).amax(-1)
+        index = (number * shape[3] + place).masked_fill(~typed, shape[2] * shape[3])
+
+        def laid_out(values: Tensor) -> Tensor:
+            more = values.shape[3:]
+            table = values.new_zeros((*shape[:2], shape[2] * shape[3] + 1, *more))
+            table.scatter_(2, index.reshape(*index.shape, *[1] * len(more)).expand(values.shape), values)
+            return table[:, :, :-1].reshape(*shape, *more)
+
+        points, there, level = laid_out(keys), laid_out(typed), laid_out(steps).amax(-1)
         distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
         falls = torch.tensor((self.size, *self.steps), device=keys.device)
         survived = torch.zeros_like(there, dtype=torch.long)
         for further in range(len(falls)):
             there = medoids(distances, there, falls[(level + further).clamp(max=len(falls) - 1)])
             survived += there
-        last = survived.new_zeros((*shape[:2], 1))
-        return torch.cat([survived.flatten(2), last], 2).gather(2, index)
+        none = survived.new_zeros((*shape[:2], 1))
+        return torch.cat([survived.flatten(2), none], 2).gather(2, index)

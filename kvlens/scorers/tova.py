@@ -47,6 +47,8 @@ class TOVA(Plain):
         if shown is None or views.rule is None:
             return unjudged(views)
         weights = weights_without(shown.queries, wide(views.keys), views.rule, shown.hidden)[0][:, :, 0]
-        together = views.positions.shape[1] == 1 and views.kv_heads.start is None
-        mean = weights.unflatten(1, (1 if together else views.keys.shape[1], -1)).mean(2)
+        alike = bool((views.positions == views.positions[:, :1]).all())
+        together = alike and views.kv_heads.start is None
+        n_sets = 1 if together else views.keys.shape[1]
+        mean: Tensor = weights.reshape(len(weights), n_sets, -1, weights.shape[-1]).mean(2)
         return mean.masked_fill(~shown.judged[:, : mean.shape[1]], torch.nan)

@@ -64,3 +64,19 @@ def over_held(weights: torch.Tensor, held: list[int], window: int) -> torch.Tens
     found[:, -window:] = found[:, -window:].masked_fill(~kept, 0.0)
     found[:, -window:] /= found[:, -window:].sum(-1, keepdim=True)
     return found
+
+
+def medoids_by_hand(distances: list[list[float]], there: list[int], k: int) -> set[int]:
+    n = len(there)
+    if n <= k:
+        return set(there)
+    chosen = {there[i] for i in range(n) if (i + 1) * k // n > i * k // n}
+    for _ in range(8):
+        groups: dict[int, list[int]] = {m: [m] for m in sorted(chosen)}
+        for p in sorted(set(there) - chosen):
+            groups[min(sorted(chosen), key=lambda m: distances[p][m])].append(p)
+        moved = {min(sorted(g), key=lambda c: sum(distances[c][p] for p in g)) for g in groups.values()}
+        if moved == chosen:
+            break
+        chosen = moved
+    return chosen

@@ -72,7 +72,8 @@ class ThinKV(Plain):
 
     def __post_init__(self) -> None:
         falls = (self.size, *self.steps)
-        if len(falls) == 1 or any(later >= earlier for earlier, later in pairwise(falls)):
+        rise = len(falls) == 1 or any(later >= earlier for earlier, later in pairwise(falls))
+        if rise and not self.parity:  # which takes no steps
             raise InputError(
                 f"scorer thinkv: steps {list(self.steps)} do not fall from a segment's {self.size} tokens",
                 "give fewer tokens at every step",

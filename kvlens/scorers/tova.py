@@ -51,4 +51,5 @@ class TOVA(Plain):
         together = alike and views.kv_heads.start is None
         n_sets = 1 if together else views.keys.shape[1]
         mean: Tensor = weights.reshape(len(weights), n_sets, -1, weights.shape[-1]).mean(2)
-        return mean.masked_fill(~shown.judged[:, : mean.shape[1]], torch.nan)
+        judged = shown.judged[:, : views.positions.shape[1]]
+        return mean.expand(-1, judged.shape[1], -1).masked_fill(~judged, torch.nan)

@@ -168,8 +168,10 @@ def test_thinkv_refuses_steps_that_do_not_fall(parameters: dict[str, Any], says:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_medoids_are_those_of_a_plain_search(data: st.DataObject) -> None:
-    n, k = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    points = torch.tensor(data.draw(st.lists(st.integers(0, 6), min_size=2 * n, max_size=2 * n))).view(2, n).float()
+    n, k = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 9))
+    widest = data.draw(st.sampled_from([6, 100]))  # with many ties, or few
+    points = data.draw(st.lists(st.integers(0, widest), min_size=2 * n, max_size=2 * n))
+    points = torch.tensor(points).view(2, n).float()
     there = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * n, max_size=2 * n))).view(2, n)
     distances = (points[:, :, None] - points[:, None]).abs()
     found = medoids(distances, there, torch.tensor([k, k]))

@@ -95,13 +95,13 @@ def redundancy(
     directions = normalize(keys, dim=-1).masked_fill(~real[..., None], 0.0)
     n_slots = keys.shape[2]
     total = (directions * directions.sum(2, keepdim=True)).sum(-1) - directions.square().sum(-1)
-    places = torch.arange(1, n_slots + 1, device=keys.device)
+    places = torch.arange(1.0, n_slots + 1, device=keys.device)  # half the bytes of integers, exact up to 2^24
     rows = max(ROWS, BLOCK // n_slots)
     for start in range(0, n_slots, rows):
         cosines = directions[:, :, start : start + rows] @ directions.mT
         cosines.diagonal(start, -2, -1).zero_()
         alike = (cosines > similar) & real[:, :, None]
-        newest = torch.where(alike, places, 0).amax(-1)  # 0: resembles none
+        newest = torch.where(alike, places, 0.0).amax(-1).long()  # 0: resembles none
         newest = newest.masked_fill(~real[:, :, start : start + rows], 0)
         index = (newest - 1).clamp(min=0)
         spared = cosines.gather(-1, index[..., None])[..., 0].masked_fill(newest == 0, 0.0)

@@ -15,7 +15,8 @@ met; another cut scales all of them.
 
 Defaults: `size` 128, `steps` (64, 32, 16, 8, 4), `budgets` (64, 32, 8). `thresholds` are two values of sparsity, below
 the first E, from the second on T: the paper calibrates them per model; where they are left out, the tertiles of the
-segments so far. Query-aware. For decoding; needs own rows, of every token (its paper: of one in 128, and a few layers).
+segments so far (sparsity rises with the number of keys, so in a short text these call most segments transitions).
+Query-aware. For decoding; needs own rows, of every token (its paper: of one in 128, and a few layers).
 Cost: one more product of queries and keys; at a refresh the distances of keys within segments and k-medoids; carried,
 12 bytes a segment, for `parity` also 4 a slot and KV head.
 
@@ -144,8 +145,14 @@ class ThinKV(Plain):
         distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
         falls = torch.tensor((self.size, *self.steps), device=keys.device)
         survived = torch.zeros_like(there, dtype=torch.long)
+        at = torch.arange(shape[3], device=keys.device).expand(shape)
         for further in range(len(falls)):
             there = medoids(distances, there, falls[(level + further).clamp(max=len(falls) - 1)])
-            survived += there
+            survived.scatter_add_(-1, at, there.long())
+            # those that are gone need no distances any more
+            order = there.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+            order = order[..., : int(there.sum(-1).max())]
+            at, there = at.gather(-1, order), there.gather(-1, order)
+            distances = distances.take_along_dim(order[..., None], -2).take_along_dim(order[..., None, :], -1)
         none = survived.new_zeros((*shape[:2], 1))
         return torch.cat([survived.flatten(2), none], 2).gather(2, index)

@@ -136,7 +136,7 @@ class Policy(_Part):
         scorer = self.scorer.make()
         if getattr(scorer, "score_prompt", True) is False and not self.protect.prompt:
             raise ValueError(f"scorer {self.scorer.name} with score_prompt off needs protect.prompt")
-        if scorer.second_pass is not None and (self.reduce != "all" or self.storage == "ragged"):
+        if scorer.together and (self.reduce != "all" or self.storage == "ragged"):
             raise ValueError(
                 f"scorer {self.scorer.name} reads the same tokens in every layer and head: "
                 "it needs reduce 'all' and a storage that is not 'ragged'"

@@ -24,6 +24,10 @@ MANAGED = [family for family in FAMILIES if family != "mistral"]  # every layer 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "lagkv": {"chunk": 4},
     "snapkv": {"window": 4},
+    "h2o_keys": {"window": 5},
+    "rkv": {"window": 4, "pool": 3},
+    "thinkv": {"size": 4, "steps": [3, 2, 1]},
+    "segment_hidden": {"size": 4, "budgets": [3, 2, 1]},
     "fitted": {
         "signals": ["hidden_change_z", "hidden_change", "key_norm", "value_var", "lag_causal"],
         "layers": [1, 0, 1, 1, None],
@@ -33,7 +37,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "oracle": {"positions": list(range(200)), "scores": [((7 * i) % 31) / 31 for i in range(200)]},
 }
-TOGETHER = ("surprise", "surprise_fast")  # the same tokens in every layer and head
+TOGETHER = ("surprise", "surprise_fast", "importance_sampling")  # the same tokens in every layer and head
 
 
 def settled(scorer: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -72,17 +72,27 @@ def weights_without(
     hidden: Bool[Tensor, "*#batch #head #query key"],
 ) -> tuple[Float[Tensor, "*batch head query key"], Float[Tensor, "*batch head query"]]:
     """The same with the keys of `hidden` unseen, whatever their place; NaN in a row that sees none and has no sink."""
-    scores = _grouped(query * rule.scale, keys.shape[-3]) @ keys.mT
-    scores = scores.reshape(*query.shape[:-1], keys.shape[-2])
-    if rule.softcap is not None:  # in place, here and below: a block of scores is the largest thing there is
-        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    scores.masked_fill_(hidden, -torch.inf)
+    scores = scores_without(query, keys, rule, hidden)
     at_least = torch.promote_types(scores.dtype, torch.float32)
     if rule.sinks is None:
         return scores.softmax(-1, at_least), scores.new_zeros(scores.shape[:-1], dtype=at_least)
     sinks = rule.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
     weights = torch.cat([scores, sinks], -1).softmax(-1, at_least)
     return weights[..., :-1], weights[..., -1]
+
+
+def scores_without(
+    query: Float[Tensor, "*batch head query d_head"],
+    keys: Float[Tensor, "*batch kv_head key d_head"],
+    rule: Rule,
+    hidden: Bool[Tensor, "*#batch #head #query key"],
+) -> Float[Tensor, "*batch head query key"]:
+    """What the softmax is taken of: minus infinity for the keys of `hidden`."""
+    scores = _grouped(query * rule.scale, keys.shape[-3]) @ keys.mT
+    scores = scores.reshape(*query.shape[:-1], keys.shape[-2])
+    if rule.softcap is not None:  # in place, here and below: a block of scores is the largest thing there is
+        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return scores.masked_fill_(hidden, -torch.inf)
 
 
 def unseen(

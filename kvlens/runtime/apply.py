@@ -43,7 +43,7 @@ from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.received import received
 from kvlens.runtime.refresh import Means, refresh
 from kvlens.runtime.reread import SecondPass
-from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, VALUES, Facts, Seen
+from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, SPREAD, VALUES, Facts, Seen
 
 
 @dataclass
@@ -59,6 +59,7 @@ class _Pass:
     masks: dict[int, Tensor | None] = field(default_factory=dict)
     queries: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
+    spread: dict[int, Tensor] = field(default_factory=dict)
     ids: Int[Tensor, "batch new"] | None = None
 
     @property
@@ -182,9 +183,13 @@ class Run:
         rule = self.means.rules[layer] = Rule.of_call(query, None, keywords)
         if QUERIES in self.scorer.needs:
             now.queries[layer] = query[:, :, max(0, query.shape[2] - self.scorer.n_queries) :].clone()
-        if RECEIVED in self.scorer.needs:
+        if self.scorer.needs & {RECEIVED, SPREAD}:
             before = now.ledger.set_of(layer) if now.ledger.sets else None
-            now.received[layer] = received(held, query, rule, before, now.positions)
+            asked = query[:, :, -(self.scorer.n_received or now.n_new) :]
+            found = received(held, asked, rule, before, now.positions, spread=SPREAD in self.scorer.needs)
+            now.received[layer] = found[0]
+            if found[1] is not None:
+                now.spread[layer] = found[1]
         self.log.scoring_seconds += perf_counter() - started
         return output
 
@@ -226,7 +231,7 @@ class Run:
         for name in self.scorer.needs & {KEYS, VALUES}:
             new[name] = {index: getattr(now.cache.layers[index], f"new_{name}") for index in self.layers}
         hidden = now.hidden if HIDDEN in self.scorer.needs else {}
-        states = new[KEYS], new[VALUES], hidden, now.queries, now.received
+        states = new[KEYS], new[VALUES], hidden, now.queries, now.received, now.spread
         seen = Seen(now.positions, ledger.in_prompt, *states, now.ids)
         ledger.state = self.scorer.observe(ledger.state, seen)
         for index in self.layers:
@@ -280,6 +285,6 @@ def apply(
         for block in sorted(set(run.scorer.hidden_layers(run.facts))):
             stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
         stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
-        if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED}:
+        if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED, SPREAD}:
             stack.enter_context(around_attention(wrapped, run.attend))
         yield run

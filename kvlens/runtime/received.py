@@ -4,12 +4,14 @@
    queries at a time: the weights of all queries by all slots never exist together.
 2. A query sees the slots up to its own position. Padding neither asks nor receives.
 3. Summed over the queries, mean over the heads that share a KV head. Ragged heads are taken one by one.
+4. Where it is asked for, the spread of each query's weights, mean over the heads: the share of the slots it sees that
+   got less than a hundredth of its largest weight, and the entropy in nats (a learned sink's share is no slot's).
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.observables.arithmetic import wide
@@ -17,15 +19,21 @@ from kvlens.observables.attention_weights import BLOCK, ROWS, Rule, unseen, weig
 from kvlens.runtime.cache import EMPTY, HeldLayer
 from kvlens.runtime.ragged import RaggedLayer
 
+LITTLE = 0.01  # of a row's largest weight; ThinKV's line between what is attended to and what is not
+
 
 def received(
     layer: HeldLayer,
-    query: Float[Tensor, "batch head new d_head"],
+    query: Float[Tensor, "batch head asking d_head"],
     rule: Rule,
     before: Int[Tensor, "batch heads held"] | None,
     new: Int[Tensor, "batch new"],
-) -> Float[Tensor, "batch kv_head slots"]:
-    """What each slot received, NaN for an empty one; `before` are the positions held when the new tokens came.
+    *,
+    spread: bool = False,
+) -> tuple[Float[Tensor, "batch kv_head slots"], Float[Tensor, "batch 2 asking"] | None]:
+    """What each slot received, NaN for an empty one, and each query's spread, NaN for padding; None if not asked for.
+
+    `before` are the positions held when the new tokens came; the queries are those of all new tokens or of the last.
 
     Cost: one more product of queries and keys; memory a block of weights and one layer's keys in float32.
     """
@@ -33,33 +41,39 @@ def received(
     if before is not None:
         before = before.to(query.device)
         positions = torch.cat([before, positions.expand(-1, before.shape[1], -1)], -1)
+    asking = positions[:, 0, positions.shape[-1] - query.shape[2] :]
     if not isinstance(layer, RaggedLayer):
-        return _received(query, layer.keys, rule, positions, positions[:, 0, -new.shape[1] :])
+        return _received(query, layer.keys, rule, positions, asking, spread)
     batch, n_kv_heads = layer.shape
     group = query.shape[1] // n_kv_heads
     positions = positions.expand(-1, n_kv_heads, -1)
     total = torch.full(positions.shape, torch.nan, device=query.device)
+    spreads = torch.zeros((batch, 2, query.shape[2]), device=query.device)
     for row in range(batch):
         for head in range(n_kv_heads):
-            own = positions[row, head]
-            real = own != EMPTY
+            real = positions[row, head] != EMPTY
             asked = query[row : row + 1, head * group : (head + 1) * group]
             keys = layer.pair(row, head)[0][None, None]
-            held, asking = own[real][None, None], own[None, -new.shape[1] :]
-            total[row, head, real] = _received(asked, keys, rule, held, asking)[0, 0]
-    return total
+            held = positions[row, head][real][None, None]
+            mass, spread_of_head = _received(asked, keys, rule, held, asking[row : row + 1], spread)
+            total[row, head, real] = mass[0, 0]
+            if spread_of_head is not None:
+                spreads[row] += spread_of_head[0] / n_kv_heads
+    return total, spreads if spread else None
 
 
 def _received(
-    query: Float[Tensor, "batch head new d_head"],
+    query: Float[Tensor, "batch head asking d_head"],
     keys: Float[Tensor, "batch kv_head slots d_head"],
     rule: Rule,
     positions: Int[Tensor, "batch heads slots"],
-    asking: Int[Tensor, "batch new"],
-) -> Float[Tensor, "batch kv_head slots"]:
-    """1. to 3. of a dense layer, or of one pair."""
+    asking: Int[Tensor, "batch asking"],
+    spread: bool,
+) -> tuple[Float[Tensor, "batch kv_head slots"], Float[Tensor, "batch 2 asking"] | None]:
+    """1. to 4. of a dense layer, or of one pair."""
     n_kv_heads, n_slots = keys.shape[1:3]
     total = torch.zeros((query.shape[0], n_kv_heads, n_slots), device=query.device)
+    spreads = torch.full((query.shape[0], 2, query.shape[2]), torch.nan, device=query.device)
     keys = wide(keys)
     rows = max(ROWS, BLOCK // max(1, n_slots))
     for start in range(0, query.shape[2], rows):
@@ -69,4 +83,18 @@ def _received(
             hidden = hidden.repeat_interleave(query.shape[1] // n_kv_heads, 1)
         weights = weights_without(asked, keys, rule, hidden)[0].masked_fill_(hidden, 0.0)
         total += weights.sum(2).unflatten(1, (n_kv_heads, -1)).mean(2)
-    return total.masked_fill_(positions == EMPTY, torch.nan)
+        if spread:
+            spreads[..., start : start + rows] = _spread(weights, hidden)
+    padding = (asking == EMPTY)[:, None]
+    total.masked_fill_(positions == EMPTY, torch.nan)
+    return total, spreads.masked_fill_(padding, torch.nan) if spread else None
+
+
+def _spread(
+    weights: Float[Tensor, "batch head query slots"], hidden: Bool[Tensor, "#batch #head query slots"]
+) -> Float[Tensor, "batch 2 query"]:
+    """4. of a block of queries."""
+    little = (weights < LITTLE * weights.amax(-1, keepdim=True)) & ~hidden
+    sparsity = little.sum(-1) / (~hidden).sum(-1).clamp(min=1)
+    entropy = -torch.xlogy(weights, weights).sum(-1)
+    return torch.stack([sparsity.mean(1), entropy.mean(1)], 1)

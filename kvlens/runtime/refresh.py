@@ -50,11 +50,12 @@ def refresh(
     # 2.
     if all(positions.shape[-1] <= int(limit.max()) for positions, limit in zip(held, limits, strict=True)):
         return
-    choices = []
+    choices, worth = [], []
     for group, positions, limit in zip(groups, held, limits, strict=True):
         # 3.
         started = perf_counter()
         scores = _scores(policy, cache, ledger, group, positions, means)
+        worth.append(scores)
         log.scoring_seconds += perf_counter() - started
         # 4.
         started = perf_counter()
@@ -72,7 +73,7 @@ def refresh(
     # 6.
     ledger.sets = [choice.positions for choice in choices]
     ledger.holes = any(bool((positions == EMPTY).any()) for positions in ledger.sets)
-    ledger.state = select(ledger.state, Kept(ledger.sets, [choice.index for choice in choices]))
+    ledger.state = select(ledger.state, Kept(ledger.sets, [choice.index for choice in choices], worth))
     log.evicting_seconds += perf_counter() - started
     log.n_evictions += 1
 
@@ -103,7 +104,15 @@ def of_layer(
     layer, rule = cache.layers[index], means.rules.get(index)
     if not isinstance(layer, RaggedLayer):
         reread = None if means.second_pass is None else partial(means.second_pass, cache, held[:, 0])
-        views = Views(index, held, layer.keys, layer.values, rule=rule, reread=reread)
+        views = Views(
+            index,
+            held,
+            layer.keys,
+            layer.values,
+            rule=rule,
+            reread=reread,
+            keys_of=lambda other: cache.layers[other].keys,
+        )
         return ledger.scorer.score(ledger.state, views)
     batch, heads = layer.shape
     held = held.expand(-1, heads, -1)

@@ -19,27 +19,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlens.scorers.interface import RECEIVED, Facts, Kept, Plain, Seen, Views
+from kvlens.scorers.asking import unjudged
+from kvlens.scorers.interface import RECEIVED, Facts, Plain, Seen, Views
+from kvlens.scorers.per_slot import PerSlot
 
 
-@dataclass(frozen=True)
-class Hitters:
-    """By layer, what each slot has received, [batch, kv_head, slots] in float32; NaN for an empty slot."""
-
-    layers: tuple[int, ...]
-    mass: tuple[Tensor | None, ...]
-
-    def select(self, kept: Kept) -> Hitters:
-        """The slots that stayed."""
-        found: list[Tensor | None] = []
-        for number, mass in enumerate(self.mass):
-            which = 0 if len(kept.index) == 1 else number
-            if mass is not None:
-                shape = (-1, mass.shape[1], -1)
-                empty = (kept.positions[which] < 0).expand(*shape)
-                mass = mass.gather(-1, kept.index[which].expand(*shape)).masked_fill(empty, torch.nan)
-            found.append(mass)
-        return replace(self, mass=tuple(found))
+def added(state: PerSlot, seen: Seen) -> PerSlot:
+    """1. for the new queries: what each slot has received so far."""
+    sums = []
+    for layer, mass in zip(state.layers, state.numbers, strict=True):
+        total = seen.received[layer].to(seen.positions.device)
+        if mass is not None:
+            total = torch.cat([total[..., : mass.shape[-1]] + mass, total[..., mass.shape[-1] :]], -1)
+        sums.append(total)
+    return replace(state, numbers=tuple(sums))
 
 
 @dataclass(frozen=True)
@@ -49,26 +42,15 @@ class H2O(Plain):
     needs = frozenset({RECEIVED})
     per_layer = True
 
-    def init(self, facts: Facts) -> Hitters:
+    def init(self, facts: Facts) -> PerSlot:
         """Nothing received."""
-        return Hitters(facts.layers, (None,) * len(facts.layers))
+        return PerSlot.of(facts)
 
-    def observe(self, state: Hitters, seen: Seen) -> Hitters:
+    def observe(self, state: PerSlot, seen: Seen) -> PerSlot:
         """1. for the new queries."""
-        sums = []
-        for layer, mass in zip(state.layers, state.mass, strict=True):
-            total = seen.received[layer].to(seen.positions.device)
-            if mass is not None:
-                total = torch.cat([total[..., : mass.shape[-1]] + mass, total[..., mass.shape[-1] :]], -1)
-            sums.append(total)
-        return replace(state, mass=tuple(sums))
+        return added(state, seen)
 
-    def score(self, state: Hitters, views: Views) -> Float[Tensor, "batch kv_head kept"]:
+    def score(self, state: PerSlot, views: Views) -> Float[Tensor, "batch kv_head kept"]:
         """The sum of every slot."""
-        mass = state.mass[state.layers.index(views.layer)]
-        if mass is None:
-            return views.positions.new_full(views.positions.shape, torch.nan, dtype=torch.float32)
-        mass = mass[views.rows, views.kv_heads]
-        if mass.shape[-1] != views.positions.shape[-1]:  # one ragged head, shown without its empty slots
-            mass = mass[~mass.isnan()][None, None]
-        return mass
+        mass = state.look_up(views)
+        return unjudged(views) if mass is None else mass

@@ -25,6 +25,7 @@ from kvlens.observables.attention_weights import Rule
 from kvlens.observables.surprise_variant import Variant
 
 KEYS, VALUES, HIDDEN, QUERIES, IDS, RECEIVED = "keys", "values", "hidden", "queries", "ids", "received"
+SPREAD = "spread"
 State = TypeVar("State")
 # What parameters are of; `table.make` holds them to it.
 Window = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -53,9 +54,11 @@ class Seen:
 
     `positions` count a row's own tokens from 0; -1 is padding. `keys`, `values` (as stored), `hidden` (the residual
     stream after a block), `queries` (rotated, of the last `n_queries` new tokens) and `received` (the attention weights
-    that the new tokens gave each slot of the layer, their own included: summed over queries, mean over the heads that
-    share a KV head; NaN for an empty slot) are by layer; a scorer finds there what it needs, and of hidden states the
-    layers it names. `ids` are None where nobody needs them.
+    that the new tokens, or the last `n_received` of them, gave each slot of the layer, their own included: summed over
+    queries, mean over the heads that share a KV head; NaN for an empty slot) are by layer; a scorer finds there what it
+    needs, and of hidden states the layers it names. `spread` is by layer too, the mean over its heads of what each new
+    token's weights look like: the share of visible keys that got less than a hundredth of the largest weight, and the
+    entropy in nats; NaN for padding. `ids` are None where nobody needs them.
     """
 
     positions: Int[Tensor, "batch new"]
@@ -65,6 +68,7 @@ class Seen:
     hidden: Mapping[int, Float[Tensor, "batch new d_model"]] = field(default_factory=dict)
     queries: Mapping[int, Float[Tensor, "batch head last d_head"]] = field(default_factory=dict)
     received: Mapping[int, Float[Tensor, "batch kv_head slots"]] = field(default_factory=dict)
+    spread: Mapping[int, Float[Tensor, "batch 2 new"]] = field(default_factory=dict)
     ids: Int[Tensor, "batch new"] | None = None
 
 
@@ -75,6 +79,7 @@ class Views:
     `rows` and `kv_heads` say which part of the batch and of the heads they are: all, or one where heads hold different
     numbers of tokens. `rule` is how the layer turns queries and keys into weights, for scorers that need queries;
     `reread` runs the scorer's `second_pass` over the slots of all layers: [batch, slots], NaN where there is no score.
+    `keys_of` gives the keys of another layer, in the same slots for a scorer whose tokens are kept `together`.
     """
 
     layer: int
@@ -85,17 +90,20 @@ class Views:
     kv_heads: slice = field(default_factory=lambda: slice(None))
     rule: Rule | None = None
     reread: Reread | None = None
+    keys_of: Callable[[int], Float[Tensor, "batch kv_head kept d_head"]] | None = None
 
 
 @dataclass(frozen=True)
 class Kept:
     """What is left after an eviction, for each set of tokens kept together: one for all managed layers, or one a layer.
 
-    `positions` are those held (-1: filling), `index` says in which slots they stood before.
+    `positions` are those held (-1: filling), `index` says in which slots they stood before, `scores` what those slots
+    were worth when it was decided (by slot before the eviction).
     """
 
     positions: Sequence[Int[Tensor, "batch heads _"]]
     index: Sequence[Int[Tensor, "batch heads _"]] = ()
+    scores: Sequence[Float[Tensor, "batch heads _"]] = ()
 
 
 @runtime_checkable
@@ -104,11 +112,15 @@ class Scorer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`, `ids`, `received`."""
+        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`, `ids`, `received`, `spread`."""
 
     @property
     def n_queries(self) -> int:
         """Of how many of the last new tokens `observe` reads the queries."""
+
+    @property
+    def n_received(self) -> int | None:
+        """Of how many of the last new tokens `received` holds the weights; None: of all."""
 
     @property
     def per_layer(self) -> bool:
@@ -116,7 +128,11 @@ class Scorer(Protocol):
 
     @property
     def second_pass(self) -> Variant | None:
-        """The pass over the cache that `score` runs; all layers and heads then keep the same tokens (`reduce: all`)."""
+        """The pass over the cache that `score` runs; its tokens are kept `together`."""
+
+    @property
+    def together(self) -> bool:
+        """Whether all layers and heads must keep the same tokens (`reduce: all`), since the score is one for all."""
 
     @property
     def offline(self) -> bool:
@@ -140,8 +156,10 @@ class Plain:
 
     needs: frozenset[str] = frozenset()
     n_queries = 0
+    n_received: int | None = None
     per_layer = False
     second_pass: Variant | None = None
+    together = False
     offline = False
 
     def hidden_layers(self, facts: Facts) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.scorers.interface import Plain, Seed, Views
@@ -32,10 +32,16 @@ class Random(Plain):
         n_heads = views.keys.shape[1]
         first = views.kv_heads.start or 0
         heads = torch.arange(first, first + n_heads, device=views.positions.device)[None, :, None]
-        mixed = _mix(torch.as_tensor(self.seed & _MASK, device=heads.device) ^ 0x9E3779B9)
-        for part in (views.layer, heads, views.positions.long()):
-            mixed = _mix(mixed ^ _mix((part + torch.tensor(1, device=heads.device)) & _MASK))
-        return (mixed >> 8).float() / 2**24
+        return uniform(self.seed, views.layer, heads, views.positions.long())
+
+
+def uniform(seed: int, *parts: int | Int[Tensor, "*_"]) -> Float[Tensor, "*_"]:
+    """A float32 in [0, 1) for every combination of these parts, of which at least one is a tensor; 24 bits."""
+    device = next(part.device for part in parts if isinstance(part, Tensor))
+    mixed = _mix(torch.as_tensor(seed & _MASK, device=device) ^ 0x9E3779B9)
+    for part in parts:
+        mixed = _mix(mixed ^ _mix((part + torch.tensor(1, device=device)) & _MASK))
+    return (mixed >> 8).float() / 2**24
 
 
 def _mix(x: Tensor) -> Tensor:

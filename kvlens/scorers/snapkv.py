@@ -11,39 +11,17 @@ Source: SnapKV, arXiv 2404.14469.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from pydantic import AfterValidator, Field
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvlens.observables.arithmetic import wide
-from kvlens.observables.attention_weights import unseen, weights_without
-from kvlens.scorers.frozen import EMPTY
+from kvlens.observables.attention_weights import weights_without
+from kvlens.scorers.asking import Asking, Pool, QueryWindow, packed, unjudged
 from kvlens.scorers.interface import QUERIES, Facts, Plain, Seen, Views
-
-
-def _odd(width: int) -> int:
-    if width % 2 == 0:
-        raise ValueError("a pool has a middle, so its width is odd")
-    return width
-
-
-QueryWindow = Annotated[int, Field(ge=1, le=4096)]
-Pool = Annotated[int, Field(ge=1, le=4095), AfterValidator(_odd)]
-
-
-@dataclass(frozen=True)
-class Asking:
-    """The last queries in the model's dtype, and their positions (-1: none); None before the first."""
-
-    layers: tuple[int, ...]
-    group: int  # query heads that share a KV head
-    queries: Float[Tensor, "batch layer head last d_head"] | None = None
-    positions: Int[Tensor, "batch last"] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,44 +41,21 @@ class SnapKV(Plain):
 
     def init(self, facts: Facts) -> Asking:
         """No query."""
-        return Asking(facts.layers, facts.n_heads // facts.n_kv_heads)
+        return Asking.of(facts)
 
     def observe(self, state: Asking, seen: Seen) -> Asking:
         """1. for the new tokens."""
-        positions = seen.positions[:, -self.window :].to(torch.int32)
-        queries = torch.stack([seen.queries[layer].to(positions.device) for layer in state.layers], 1)
-        if state.queries is not None and state.positions is not None:
-            positions = torch.cat([state.positions, positions], -1)
-            queries = torch.cat([state.queries, queries], -2)
-        if positions.numel() > 1 and bool((positions == EMPTY).any()):  # padding asks nothing: real queries move right
-            order = (positions != EMPTY).to(torch.int8).sort(dim=-1, stable=True).indices
-            positions = positions.gather(-1, order)
-            queries = queries.gather(-2, order[:, None, None, :, None].expand(queries.shape))
-        # views would keep the longer storage alive
-        queries, positions = queries[..., -self.window :, :].clone(), positions[:, -self.window :].clone()
-        return replace(state, queries=queries, positions=positions)
+        return state.extended(seen, self.window)
 
     def score(self, state: Asking, views: Views) -> Float[Tensor, "batch kv_head kept"]:
         """2. to 4."""
-        if state.queries is None or state.positions is None or views.rule is None:
-            return views.positions.new_full(views.positions.shape, torch.nan, dtype=torch.float32)
-        queries = state.queries[views.rows, state.layers.index(views.layer)].to(views.keys.device)
-        asking, n_kv_heads, group = state.positions[views.rows], views.keys.shape[1], state.group
-        if views.kv_heads.start is not None:  # one KV head is shown: the queries of its group
-            queries = queries[:, views.kv_heads.start * group :][:, : n_kv_heads * group]
-        hidden = unseen(views.positions, asking)
-        if hidden.shape[1] > 1:
-            hidden = hidden.repeat_interleave(group, 1)
-        weights = weights_without(wide(queries), wide(views.keys), views.rule, hidden)[0].masked_fill_(hidden, 0.0)
-        n_asking = (asking != EMPTY).sum(-1).clamp(min=1)[:, None, None]
-        mean = weights.sum(2).reshape(len(asking), n_kv_heads, group, -1).mean(2) / n_asking
-        since = asking.masked_fill(asking == EMPTY, torch.iinfo(asking.dtype).max).amin(-1)[:, None, None]
-        judged = ((views.positions != EMPTY) & (views.positions < since)).expand(mean.shape)
-        return _pooled(mean, judged, self.pool).masked_fill(~judged, torch.nan)
-
-
-def _pooled(values: Float[Tensor, "batch kv_head kept"], real: Tensor, width: int) -> Tensor:
-    """3. over the slots that count, as if they stood next to one another."""
-    place = (real.cumsum(-1) - 1).clamp(min=0)
-    packed = torch.zeros_like(values).scatter_add_(-1, place, values.masked_fill(~real, 0.0))
-    return avg_pool1d(packed, width, stride=1, padding=width // 2).gather(-1, place)
+        shown = state.shown(views)
+        if shown is None or views.rule is None:
+            return unjudged(views)
+        weights = weights_without(shown.queries, wide(views.keys), views.rule, shown.hidden)[0]
+        weights.masked_fill_(shown.hidden, 0.0)
+        batch, n_kv_heads, n_slots = shown.judged.shape
+        mean = weights.sum(2).reshape(batch, n_kv_heads, -1, n_slots).mean(2) / shown.n_asking
+        near, place = packed(mean, shown.judged)
+        pooled = avg_pool1d(near, self.pool, stride=1, padding=self.pool // 2).gather(-1, place)
+        return pooled.masked_fill(~shown.judged, torch.nan)

@@ -53,6 +53,7 @@ class Surprise(Plain):
     variant: Words = ""
 
     base = "full"
+    together = True
 
     def __post_init__(self) -> None:
         if self.second_pass.unit is not None:

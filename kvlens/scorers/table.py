@@ -10,19 +10,28 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from kvlens.errors import InputError
+from kvlens.scorers.attention_x_hidden import AttentionXHidden
 from kvlens.scorers.band_adaptive import BandAdaptive
 from kvlens.scorers.fitted import Fitted
 from kvlens.scorers.h2o import H2O
+from kvlens.scorers.h2o_keys import H2OKeys
 from kvlens.scorers.hidden_change import EpiKV, HiddenChange
+from kvlens.scorers.importance_sampling import ImportanceSampling
 from kvlens.scorers.interface import Scorer
+from kvlens.scorers.keydiff import KeyDiff
 from kvlens.scorers.keynorm import KeyNorm
 from kvlens.scorers.lagkv import LagKV
 from kvlens.scorers.oracle import Oracle
+from kvlens.scorers.raas import RaaS
 from kvlens.scorers.random import Random
+from kvlens.scorers.rkv import RKV
+from kvlens.scorers.segment_hidden import SegmentHidden
 from kvlens.scorers.sliding_window import SlidingWindow
 from kvlens.scorers.snapkv import SnapKV
 from kvlens.scorers.state_var import KeyVar, ValueVar
 from kvlens.scorers.surprise import Surprise, SurpriseFast
+from kvlens.scorers.thinkv import ThinKV
+from kvlens.scorers.tova import TOVA
 
 TABLE: dict[str, type[Any]] = {
     "random": Random,
@@ -38,6 +47,15 @@ TABLE: dict[str, type[Any]] = {
     "lagkv": LagKV,
     "snapkv": SnapKV,
     "h2o": H2O,
+    "keydiff": KeyDiff,
+    "tova": TOVA,
+    "importance_sampling": ImportanceSampling,
+    "h2o_keys": H2OKeys,
+    "rkv": RKV,
+    "raas": RaaS,
+    "thinkv": ThinKV,
+    "segment_hidden": SegmentHidden,
+    "attention_x_hidden": AttentionXHidden,
     "fitted": Fitted,
     "oracle": Oracle,
 }

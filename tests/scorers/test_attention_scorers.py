@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from attended import eager_weights, held_and_scores, made, over_held
 from eviction import padded, policy, step_of_each, streamed_logits, uneven, visibility
-from tiny import FAMILIES, gemma2, gpt_oss, token_ids
+from tiny import FAMILIES, token_ids
 
 from kvlens import model as models
-from kvlens.model import Model
-from kvlens.runtime.apply import Run, apply
+from kvlens.runtime.apply import apply
 from kvlens.runtime.cache import EMPTY, ledger_of
-from kvlens.runtime.refresh import of_layer
 
-MADE = FAMILIES | {"gemma2": gemma2, "gpt_oss": gpt_oss}  # a soft cap; a learned sink
 FAMILIES_ASKED = [
     "gemma2",
     "gpt_oss",
@@ -27,48 +25,6 @@ FAMILIES_ASKED = [
     "llama_6_over_3",
 ]  # gemma3: scaling that is not 1/sqrt(d_head)
 CHUNKS = [[30], [12, 10, *[1] * 8], [*[5] * 4, *[1] * 10]]
-
-
-def made(name: str) -> Model:
-    """The model; with a soft cap under eager attention, since sdpa leaves the cap out."""
-    model = models.wrap(MADE[name]())
-    if name != "gemma2":
-        return model
-    model.hf.set_attn_implementation("eager")
-    return models.wrap(model.hf)
-
-
-def eager_weights(model: Model, ids: torch.Tensor, masks: dict[int, torch.Tensor] | None) -> dict[int, torch.Tensor]:
-    """By full layer the model's own eager attention weights of a whole text, [head, query, key]."""
-    before = model.decoder.config._attn_implementation
-    model.hf.set_attn_implementation("eager")
-    eager = models.wrap(model.hf)
-    found: dict[int, torch.Tensor] = {}
-    handles = [
-        module.register_forward_hook(lambda _, __, out, layer=layer: found.update({layer: out[1][0]}))
-        for layer, module in enumerate(eager.layers)
-    ]
-    try:
-        with torch.no_grad():
-            if masks is None:
-                models.logits(eager, ids[None])
-            else:
-                with models.layer_masks(eager, masks):
-                    models.logits(eager, ids[None])
-    finally:
-        [handle.remove() for handle in handles]
-        model.hf.set_attn_implementation(before)
-    return {layer: found[layer] for layer, window in enumerate(model.sliding) if window is None}
-
-
-def held_and_scores(run: Run) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By layer positions and scores, [batch, kv_head, slots]."""
-    ledger, found = ledger_of(run.cache), {}
-    for layer in run.layers:
-        held = ledger.set_of(layer)
-        scores = of_layer(run.cache, ledger, layer, held, run.means)
-        found[layer] = held.expand_as(scores), scores
-    return found
 
 
 def h2o_by_hand(weights: torch.Tensor, n_kv_heads: int) -> list[list[float]]:
@@ -158,16 +114,6 @@ def test_pitfalls_19_26_snapkv_is_what_the_last_queries_gave(name: str, shape: s
             wanted = snapkv_by_hand(over_held(weights[layer], positions, 6), positions, head, group, 6, pool)
             found = scores[0, head, real].double()
             torch.testing.assert_close(found, torch.tensor(wanted).double(), atol=1e-4, rtol=1e-4, equal_nan=True)
-
-
-def over_held(weights: torch.Tensor, held: list[int], window: int) -> torch.Tensor:
-    """Weights of the last queries as a softmax over what is held now: a query gave the rest its share too."""
-    kept = torch.zeros(weights.shape[-1], dtype=torch.bool)
-    kept[held] = True
-    found = weights.double().clone()
-    found[:, -window:] = found[:, -window:].masked_fill(~kept, 0.0)
-    found[:, -window:] /= found[:, -window:].sum(-1, keepdim=True)
-    return found
 
 
 def test_snapkv_of_a_text_within_its_window_judges_nothing() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eviction import PARAMETERS, padded, policy, refuses, settled, streamed_logits, uneven
+from eviction import policy, streamed_logits, uneven
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import FAMILIES, llama, token_ids
+from tiny import llama, token_ids
 
 from kvlens import model as models
-from kvlens.errors import InputError, ModelRefused
+from kvlens.errors import InputError
 from kvlens.model import Model
 from kvlens.observables import hidden_change, rolling
 from kvlens.runtime.apply import Run, apply
@@ -37,9 +37,6 @@ from kvlens.scorers.interface import (
     rows_of,
     tensors,
 )
-
-UNJUDGED = {"surprise": 1, "surprise_fast": 1, "lagkv": 6, "snapkv": 4}  # of the last of 30 tokens
-FACTS = Facts(n_layers=3, n_heads=4, n_kv_heads=2, d_head=8, layers=(0, 1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +88,6 @@ def test_pitfall_21_streamed_scores_are_those_of_the_whole_text(model: Model, na
     for found in scores_of(run).values():
         assert found.dtype == torch.float32
         torch.testing.assert_close(found[0, 0].double(), expected, atol=1e-3, rtol=1e-3, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", table.TABLE)
-def test_pitfalls_16_27_scores_of_a_padded_row_are_its_own(model: Model, name: str) -> None:
-    ids, own, rows = padded([22, 9, 17], 12)
-    with apply(policy(name, tokens=100), model) as run:
-        streamed_logits(model, ids, [8, 8, 6, *[1] * 12], own=own)
-    together = scores_of(run)
-    for row, tokens in enumerate(rows):
-        with apply(policy(name, tokens=100), model) as run:
-            streamed_logits(model, tokens[None], [len(tokens)])
-        for layer, alone in scores_of(run).items():
-            found = together[layer][row][:, -len(tokens) :]
-            torch.testing.assert_close(found, alone[0], atol=1e-3, rtol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["hidden_change", "epikv", "key_var", "value_var"])
@@ -207,29 +190,6 @@ def test_pitfall_09_norms_of_half_precision_do_not_tie() -> None:
     assert torch.linalg.vector_norm(views(2000, dtype=torch.bfloat16).keys, dim=-1)[0, 0].unique().numel() < 500
 
 
-@pytest.mark.parametrize("name", table.TABLE)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_pitfall_10_massive_activations_overflow_no_score(name: str, dtype: torch.dtype) -> None:
-    model = models.wrap(llama().to(dtype))
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.k_proj.weight.mul_(300)
-            layer.v_proj.weight.mul_(30)
-    with apply(policy(name, tokens=100), model) as run:
-        streamed_logits(model, token_ids(30), [20, *[1] * 10])
-    n_judged = 30 - UNJUDGED.get(name, 0)
-    for found in scores_of(run).values():
-        assert found[..., 1:n_judged].isfinite().all()
-        assert found[..., n_judged:].isnan().all()
-
-
-def test_pitfall_41_scores_are_no_less_than_float32(model: Model) -> None:
-    for name in table.TABLE:
-        with apply(policy(name, tokens=100), model) as run:
-            streamed_logits(model, token_ids(10), [10])
-        assert scores_of(run)[0].dtype in (torch.float32, torch.float64)
-
-
 # The table
 
 
@@ -251,14 +211,6 @@ def test_pitfall_41_scores_are_no_less_than_float32(model: Model) -> None:
 def test_wrong_parameters_are_refused_by_name(name: str, parameters: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         table.make(name, parameters)
-
-
-@pytest.mark.parametrize("name", table.TABLE)
-def test_scorers_are_values(name: str) -> None:
-    scorer, again = (table.make(name, PARAMETERS.get(name, {})) for _ in range(2))
-    assert scorer == again
-    assert hash(scorer) == hash(again)
-    assert not [name for name, _ in tensors(scorer.init(FACTS))]
 
 
 # What an observer is shown
@@ -378,17 +330,3 @@ def test_frozen_numbers_are_found_and_dropped_like_in_a_dict(data: st.DataObject
         rows = [{p: v for p, v in known.items() if p in asked[row]} for row, known in enumerate(rows)]
         held = [[p for p in row if p >= 0] for row in state.positions.tolist()]
         assert held == [sorted(known) for known in rows]
-
-
-def test_every_scorer_runs_on_every_family() -> None:
-    for name in ("gemma3", "gpt2", "llama_6_over_3"):
-        model = models.wrap(FAMILIES[name]())
-        for scorer in table.TABLE:
-            if refuses(model, scorer):
-                with pytest.raises(ModelRefused, match="which slides"), apply(policy(scorer), model):
-                    pass
-                continue
-            for reduce in ("all", "layer", "head"):
-                with apply(policy(scorer, **settled(scorer, {"reduce": reduce})), model) as run:
-                    streamed_logits(model, token_ids(24), [20, *[1] * 4])
-                assert run.report().most_held == 12

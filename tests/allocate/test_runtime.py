@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "scorer": "snapkv", "storage": "ragged", "trigger": "every:4", **HEAD, **shared("contour", floor=4)
     },
     "ragged by contour without a floor": {
-        "scorer": "value_var", "storage": "ragged", "protect": NOTHING, **HEAD, **shared("contour", floor=0)
+        "scorer": "keynorm", "storage": "ragged", "protect": NOTHING, **HEAD, **shared("contour", floor=0)
     },
     "ragged by mass": {"scorer": "h2o", "storage": "ragged", "trigger": "every:3", **HEAD, **shared("contour_mass", floor=3)},  # noqa: E501
     "ragged by lag": {"scorer": "lagkv", "storage": "ragged", "trigger": "every:4", **HEAD, **shared("ada", alpha=0.5)},
@@ -191,3 +191,25 @@ def test_a_ragged_cache_of_contour_is_saved_and_goes_on(tmp_path: Any) -> None:
         found = streamed_logits(model, ids[:, 30:], [1] * 10, cache=cache)
     assert torch.equal(found, expected[:, 30:])
     assert second.report().kept == whole.report().kept
+
+
+@pytest.mark.parametrize("scorer", ["keynorm", "h2o", "snapkv"])
+@pytest.mark.parametrize("storage", ["ragged", "padded"])
+def test_pitfall_18_a_head_may_end_up_with_nothing(storage: str, scorer: str) -> None:
+    hf = FAMILIES["llama"]()
+    with torch.no_grad():  # one head's keys are so loud that keynorm wants none, and their queries ask for one token
+        hf.model.layers[1].self_attn.k_proj.weight[8:] *= 30
+    model, ids = models.wrap(hf), token_ids(40, batch=2)
+    own = torch.ones_like(ids)
+    own[0, :5], own[1, 25:27] = 0, 0  # padding on the left, and between turns
+    settings = {"storage": storage, "protect": NOTHING, "tokens": 5, **HEAD, **shared("contour", floor=0)}
+    chunks = [20, 1, 1, 3, 2, *[1] * 13]
+    with apply(policy(scorer, **settings), model) as run:
+        found = streamed_logits(model, ids, chunks, own=own)
+    if scorer == "keynorm":
+        assert kept_counts(run)[3] == 0 < max(kept_counts(run))
+    for row in range(2):
+        real = own[row].bool()
+        events = run.events()
+        expected = masked_logits(model, ids[row, real], events[events.row == row], step_of_each(chunks)[real])
+        torch.testing.assert_close(found[row, real], expected, atol=TOLERANCE, rtol=0)

@@ -60,8 +60,8 @@ def export(
         parameters: of the method; they go before the source's.
         model: fills the model block: layers, KV heads, head width, fingerprint.
         page_size: evict whole pages of so many positions.
-        allocate: a name, or `{"name": ..., "parameters": {...}}`; `{"name": "table", "table": [[...], ...]}` is a budget
-            for every layer and KV head. One that gives heads unlike numbers sets reduce and storage to go with it.
+        allocate: a name, or `{"name": ..., "parameters": {...}}`, or `{"name": "table", "table": [[...], ...]}`, a
+            budget for every layer and KV head. One that reads scores brings reduce "head" and storage "ragged".
         budget_tokens, budget_bytes, keep_fraction: one of them; 512 tokens where none is given.
         program: also write the decode-time scorer here, as a program of torch.export (scorers/program.py); needs
             `model`.
@@ -133,7 +133,7 @@ def usual(scorer: str, budget: Budget) -> dict[str, Any]:
 
 
 def _shared(given: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a policy that go with an allocator: heads apart and ragged, or layers apart, where it needs that."""
+    """The fields of a policy that go with an allocator: heads apart and ragged, or layers apart, where it needs it."""
     choice = Allocate(**given)
     made = choice.make()
     if choice.table is not None:

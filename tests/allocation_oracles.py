@@ -30,10 +30,7 @@ def whole(row: Row, mean: int) -> int:
 def contour(row: Row, mean: int) -> list[list[list[int]]]:
     """Positions that each cell keeps: the first of all slots in the order of ranks, then layers, then heads."""
     slots = [
-        (rank(slot), layer, head)
-        for layer, cells in enumerate(row)
-        for head, cell in enumerate(cells)
-        for slot in cell
+        (rank(slot), layer, head) for layer, cells in enumerate(row) for head, cell in enumerate(cells) for slot in cell
     ]
     kept = [[[] for _ in cells] for cells in row]
     for (_, _, position), layer, head in sorted(slots)[: whole(row, mean)]:

@@ -48,9 +48,7 @@ class Ada(Plain):
         floors = [math.floor(Fraction(repr(float(self.alpha))) * mean) for mean in cells.mean.tolist()]
         floor = torch.tensor(floors, device=held.device)[:, None, None]
         found = []
-        for number, (scores, positions, safe) in enumerate(
-            zip(cells.scores, cells.positions, cells.safe, strict=True)
-        ):
+        for number, (scores, positions, safe) in enumerate(zip(cells.scores, cells.positions, cells.safe, strict=True)):
             kind = kinds(scores, positions != EMPTY, safe)
             order = best_first(scores, kind)
             first = torch.arange(order.shape[-1], device=order.device) < floor

@@ -20,6 +20,4 @@ class ByTable(Plain):
     def budgets(self, cells: Cells) -> list[Int[Tensor, "1 heads"]]:
         """The layer's row; its first number where heads keep the same tokens."""
         rows = torch.tensor(self.table, device=cells.mean.device)
-        return [
-            rows[layer, : held.shape[1]][None] for layer, held in zip(cells.layers, cells.positions, strict=True)
-        ]
+        return [rows[layer, : held.shape[1]][None] for layer, held in zip(cells.layers, cells.positions, strict=True)]

@@ -66,7 +66,7 @@ class Cells:
 
     def by_set(self, budgets: Int[Tensor, "batch cell"]) -> list[Int[Tensor, "batch heads"]]:
         """The same numbers, one tensor a set."""
-        return list(budgets.split([positions.shape[1] for positions in self.positions], 1))
+        return list(torch.split(budgets, [positions.shape[1] for positions in self.positions], 1))
 
 
 @runtime_checkable

@@ -28,9 +28,7 @@ def kinds(
     return kind.masked_fill_(scores.isnan() & real, UNJUDGED).masked_fill_(safe, SAFE)
 
 
-def best_first(
-    scores: Float[Tensor, "*batch slots"], kind: Int[Tensor, "*batch slots"]
-) -> Int[Tensor, "*batch slots"]:
+def best_first(scores: Float[Tensor, "*batch slots"], kind: Int[Tensor, "*batch slots"]) -> Int[Tensor, "*batch slots"]:
     """2. Slots by rank; of equal ones the first comes first. Scores of unjudged slots do not count."""
     flat = scores.masked_fill(scores.isnan(), torch.inf)  # NaN has no place in an order
     order = flat.sort(dim=-1, descending=True, stable=True).indices

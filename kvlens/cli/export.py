@@ -87,10 +87,10 @@ def command(
 
     policy = export(
         source, out,
-        bands=bands, scorer=scorer, parameters=_parameters("--set", set_ or []), model=model, sinks=sinks, recent=recent,
-        protect_prompt=protect_prompt, trigger=trigger, page_size=page_size, storage=storage, allocate=_allocate(allocate),
-        reduce=reduce, budget_tokens=budget_tokens, budget_bytes=budget_bytes, keep_fraction=keep_fraction,
-        program=program, force=force,
+        bands=bands, scorer=scorer, parameters=_parameters("--set", set_ or []), model=model, sinks=sinks,
+        recent=recent, protect_prompt=protect_prompt, trigger=trigger, page_size=page_size, storage=storage,
+        allocate=_allocate(allocate), reduce=reduce, budget_tokens=budget_tokens, budget_bytes=budget_bytes,
+        keep_fraction=keep_fraction, program=program, force=force,
     )  # fmt: skip
     document = {"path": out, **policy.document()}
     paths = [out] if program is None else [out, program]

@@ -7,7 +7,7 @@
    decimal number that was written, rounded down, but never below `sinks` + `recent` nor 1.
 4. Where `allocate.table` says it for each layer and KV head, it is the table's mean over the managed layers.
 
-This is J, the mean of all heads; an allocator shares it (kvlens.allocate). With `storage: uniform_cap` no head gets more.
+This is J, the mean of all heads. An allocator shares it (kvlens.allocate); under `uniform_cap` no head gets more.
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ class Means:
     second_pass: SecondPass | None = None
 
 
-def refresh(
-    policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " batch"], log: Log, means: Means
-) -> None:
+def refresh(policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " batch"], log: Log, means: Means) -> None:
     """Nothing; afterwards no set holds more than its budget, and the log says what left. `mean` is J of every row.
 
     Raises: InputError where more is protected than the budget holds; no layer was touched then.
@@ -69,9 +67,7 @@ def refresh(
     if limits is None:
         limits = _capped(policy, allocator, replace(cells, scores=scores))
     pages = policy.granularity.page_size if policy.granularity.unit == "page" else None
-    choices = [
-        choose(*each, page_size=pages) for each in zip(scores, cells.positions, limits, cells.safe, strict=True)
-    ]
+    choices = [choose(*each, page_size=pages) for each in zip(scores, cells.positions, limits, cells.safe, strict=True)]
     for group, slots, score, choice in zip(groups, cells.positions, scores, choices, strict=True):
         log.evict(ledger, None if policy.reduce == "all" else group[0], slots, score, choice)
     # 5.

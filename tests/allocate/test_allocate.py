@@ -56,7 +56,9 @@ def made(
     n_own = torch.tensor(lengths)
     protect = Protect(sinks=sinks, recent=recent)
     safe = [protected(protect, table, n_own, n_own) for table in positions]
-    means = torch.tensor([sinks + recent + free + row % 2 for row in range(batch)])  # a fraction of a prompt differs from row to row
+    means = torch.tensor(
+        [sinks + recent + free + row % 2 for row in range(batch)]
+    )  # a fraction of a prompt differs from row to row
     return Cells(tuple(range(layers)), means, positions, safe, scores)
 
 

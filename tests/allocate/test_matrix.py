@@ -44,7 +44,9 @@ def ran(model: Model, scorer: str, allocator: str, **changes: Any) -> Run:
     """Three rows of unlike lengths, the prompt at once, then some tokens one at a time."""
     allocate: dict[str, Any] = {"name": allocator, "parameters": WITH[allocator]}
     if allocator == "table":
-        allocate["table"] = [[6 + (layer + 3 * head) % 8 for head in range(model.n_kv_heads)] for layer in range(model.n_layers)]  # noqa: E501
+        allocate["table"] = [
+            [6 + (layer + 3 * head) % 8 for head in range(model.n_kv_heads)] for layer in range(model.n_layers)
+        ]
     settings = {"reduce": "head", "storage": "ragged", "allocate": allocate, "tokens": TOKENS} | changes
     ids, own, _ = padded(LENGTHS, MORE)
     with apply(policy(scorer, **settings), model) as run:

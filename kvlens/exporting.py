@@ -21,7 +21,7 @@ from kvlens.causal_lm import Model
 from kvlens.disk import as_path
 from kvlens.errors import InputError
 from kvlens.loading import Run
-from kvlens.policy import Budget, ScorerChoice
+from kvlens.policy import Allocate, Budget, ScorerChoice
 from kvlens.policy_file import SCHEMA, PolicyFile, write_policy
 from kvlens.policy_sources import Origin, origin, refuse_source
 from kvlens.provenance import now, plain
@@ -60,7 +60,8 @@ def export(
         parameters: of the method; they go before the source's.
         model: fills the model block: layers, KV heads, head width, fingerprint.
         page_size: evict whole pages of so many positions.
-        allocate: a name, or `{"name": "table", "table": [[...], ...]}`, a budget for every layer and KV head.
+        allocate: a name, or `{"name": ..., "parameters": {...}}`, or `{"name": "table", "table": [[...], ...]}`, a
+            budget for every layer and KV head. One that reads scores brings reduce "head" and storage "ragged".
         budget_tokens, budget_bytes, keep_fraction: one of them; 512 tokens where none is given.
         program: also write the decode-time scorer here, as a program of torch.export (scorers/program.py); needs
             `model`.
@@ -83,15 +84,14 @@ def export(
     wanted = usual(choice.name, budget)
     protect = {"sinks": sinks, "recent": recent, "prompt": protect_prompt}
     wanted["protect"] = wanted.get("protect", {}) | _said(protect)
+    if allocate is not None:
+        wanted |= _shared({"name": allocate} if isinstance(allocate, str) else _mapping("allocate", allocate), wanted)
     wanted |= _said({"trigger": trigger, "storage": storage, "reduce": reduce})
     if page_size is not None:
         wanted["granularity"] = {"unit": "page", "page_size": page_size}
-    if allocate is not None:
-        wanted["allocate"] = {"name": allocate} if isinstance(allocate, str) else _mapping("allocate", allocate)
-    spelt_out = {part.name: getattr(made, part.name) for part in fields(made)}  # type: ignore[arg-type]
     document = {
         "schema": SCHEMA,
-        "scorer": {"name": choice.name, "parameters": spelt_out},
+        "scorer": {"name": choice.name, "parameters": _spelt_out(made)},
         "budget": budget.model_dump(),
         "model": _made_for(found, loaded),
         "evidence": found.evidence,
@@ -99,6 +99,11 @@ def export(
         "kvlens_version": __version__,
     }
     return write_policy(PolicyFile(**_mapping("options", wanted | document)), target, force=force)
+
+
+def _spelt_out(method: Any) -> dict[str, Any]:
+    """All parameters of a scorer or an allocator."""
+    return {part.name: getattr(method, part.name) for part in fields(method)}
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +130,20 @@ def usual(scorer: str, budget: Budget) -> dict[str, Any]:
     if scorer in _KEEPS_PROMPT and budget.keep_fraction is None:  # a share of the prompt cannot hold the prompt
         found["protect"] = found.get("protect", {}) | {"prompt": True}
     return found | _USUAL.get(scorer, {})
+
+
+def _shared(given: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a policy that go with an allocator: heads apart and ragged, or layers apart, where it needs it."""
+    choice = Allocate(**given)
+    made = choice.make()
+    if choice.table is not None:
+        return {"allocate": given}
+    found: dict[str, Any] = {"allocate": {"name": choice.name, "parameters": _spelt_out(made)}}
+    if made.reads_scores:
+        found |= {"reduce": "head", "storage": "ragged"}
+    elif made.per_layer and "reduce" not in wanted:
+        found["reduce"] = "layer"
+    return found
 
 
 def _none(_: int | None) -> int:

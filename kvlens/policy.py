@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvlens.allocate import table as allocators
+from kvlens.allocate.by_table import ByTable
+from kvlens.allocate.interface import Allocator
 from kvlens.errors import InputError
 from kvlens.scorers import table
 from kvlens.scorers.interface import Scorer
@@ -67,19 +70,31 @@ class Granularity(_Part):
 
 
 class Allocate(_Part):
-    """How many tokens each (layer, KV head) keeps: the budget everywhere, or what `table[layer][kv_head]` says."""
+    """How many tokens each (layer, KV head) keeps: which method shares the budget, with its parameters.
 
-    name: Literal["uniform", "table"] = "uniform"
+    `table[layer][kv_head]` are the numbers of the method `table`.
+    """
+
+    name: Annotated[str, Field(json_schema_extra={"enum": list(allocators.TABLE)})] = "uniform"
     parameters: dict[str, Any] = Field(default_factory=dict)
     table: Annotated[tuple[HeadBudgets, ...], Field(strict=False, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Allocate:
-        if (self.table is None) != (self.name == "uniform"):
+        if (self.table is None) != (self.name != "table"):
             raise ValueError("`table` belongs to allocate.name 'table', and only there")
-        if self.parameters:
-            raise ValueError(f"allocate.name {self.name!r} takes no parameters")
+        if self.table is not None and self.parameters:
+            raise ValueError("allocate.name 'table' takes no parameters")
         return self
+
+    def make(self) -> Allocator:
+        """The allocator itself."""
+        if self.table is not None:
+            return ByTable(self.table)
+        try:
+            return allocators.make(self.name, self.parameters)
+        except InputError as error:
+            raise InputError(error.message, error.hint or "leave the parameter out for its default") from error
 
 
 class Budget(_Part):
@@ -118,21 +133,7 @@ class Policy(_Part):
     def _check(self) -> Policy:
         if TRIGGER.fullmatch(self.trigger) is None:
             raise ValueError(f"trigger {self.trigger!r:.40} is none of prefill, step, every:H with H tokens")
-        fixed = self.protect.sinks + self.protect.recent
-        least = self.budget.tokens
-        if self.allocate.table is not None:
-            least = min(min(row, default=0) for row in self.allocate.table) if self.allocate.table else 0
-            if self.reduce == "all":
-                raise ValueError(
-                    "with reduce 'all' every head keeps the same tokens: allocate.table needs layer or head"
-                )
-            if self.reduce == "layer" and any(len(set(row)) > 1 for row in self.allocate.table):
-                raise ValueError("with reduce 'layer' the heads of a layer keep the same tokens: their budgets differ")
-        if least is not None and fixed > least:
-            raise ValueError(
-                f"sinks {self.protect.sinks} + recent {self.protect.recent} do not fit "
-                f"into {least} tokens: they count inside the budget"
-            )
+        self._check_shares()
         scorer = self.scorer.make()
         if getattr(scorer, "score_prompt", True) is False and not self.protect.prompt:
             raise ValueError(f"scorer {self.scorer.name} with score_prompt off needs protect.prompt")
@@ -142,6 +143,33 @@ class Policy(_Part):
                 "it needs reduce 'all' and a storage that is not 'ragged'"
             )
         return self
+
+    def _check_shares(self) -> None:
+        """Nothing; raises where the budget cannot be shared like that."""
+        allocator, name, table = self.allocate.make(), self.allocate.name, self.allocate.table
+        if allocator.reads_scores and self.reduce != "head":
+            raise ValueError(f"allocate.name {name!r} gives each head its own number of tokens: it needs reduce 'head'")
+        if allocator.per_layer and self.reduce == "all":
+            raise ValueError(f"with reduce 'all' every head keeps the same tokens: allocate.{name} needs layer or head")
+        if allocator.reads_scores and self.granularity.unit == "page":
+            raise ValueError(f"allocate.name {name!r} counts single tokens: it needs granularity.unit 'token'")
+        if table is not None and self.reduce == "layer" and any(len(set(row)) > 1 for row in table):
+            raise ValueError("with reduce 'layer' the heads of a layer keep the same tokens: their budgets differ")
+        least = self.budget.tokens
+        if table is not None:
+            least = min(min(row, default=0) for row in table) if table else 0
+        kept = self.protection()
+        if least is not None and kept.sinks + kept.recent > least:
+            floor = f" (the floor of allocate {name})" if kept.recent > self.protect.recent else ""
+            raise ValueError(
+                f"sinks {kept.sinks} + recent {kept.recent}{floor} do not fit into {least} tokens: they count inside "
+                "the budget"
+            )
+
+    def protection(self) -> Protect:
+        """What never leaves, the recent tokens that the allocator keeps in every cell included."""
+        recent = max(self.protect.recent, self.allocate.make().recent)
+        return self.protect.model_copy(update={"recent": recent})
 
     @property
     def every(self) -> int | None:

@@ -137,7 +137,7 @@ HOSTILE: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "unknown scorer": (PLAIN | {"scorer": {"name": "x" * 200_000}}, "there is no scorer"),
     "unknown parameter": (PLAIN | {"scorer": {"name": "random", "parameters": {"self": 1}}}, "no parameter 'self'"),
     "wrong parameter": (PLAIN | {"scorer": {"name": "random", "parameters": {"seed": 0.5}}}, "seed is 0.5"),
-    "allocate parameter": (PLAIN | {"allocate": {"parameters": {"a": 1}}}, "takes no parameters"),
+    "allocate parameter": (PLAIN | {"allocate": {"parameters": {"a": 1}}}, "has no parameter 'a'"),
     "long table": (PLAIN | {"reduce": "head", "allocate": {"name": "table", "table": [["x"] * 50_000]}}, "integer"),
     "model": (PLAIN | {"model": MODEL | {"n_layers": 0}}, "greater than or equal to 1"),
     "evidence": (PLAIN | {"evidence": [{"schema": "kvlens.bands/1", "sha256": "0" * 63}]}, "pattern"),

@@ -63,7 +63,10 @@ def command(
         typer.Option("--storage", help="How heads with different numbers of tokens are held (default padded)."),
     ] = None,
     allocate: Annotated[
-        str | None, typer.Option("--allocate", metavar="NAME", help="How a budget is shared (default uniform).")
+        str | None,
+        typer.Option(
+            "--allocate", metavar="NAME[:KEY=VALUE]", help="How layers and heads share the budget (default uniform)."
+        ),
     ] = None,
     reduce: Annotated[
         Literal["all", "layer", "head"] | None,
@@ -84,10 +87,10 @@ def command(
 
     policy = export(
         source, out,
-        bands=bands, scorer=scorer, parameters=_parameters(set_ or []), model=model, sinks=sinks, recent=recent,
-        protect_prompt=protect_prompt, trigger=trigger, page_size=page_size, storage=storage, allocate=allocate,
-        reduce=reduce, budget_tokens=budget_tokens, budget_bytes=budget_bytes, keep_fraction=keep_fraction,
-        program=program, force=force,
+        bands=bands, scorer=scorer, parameters=_parameters("--set", set_ or []), model=model, sinks=sinks,
+        recent=recent, protect_prompt=protect_prompt, trigger=trigger, page_size=page_size, storage=storage,
+        allocate=_allocate(allocate), reduce=reduce, budget_tokens=budget_tokens, budget_bytes=budget_bytes,
+        keep_fraction=keep_fraction, program=program, force=force,
     )  # fmt: skip
     document = {"path": out, **policy.document()}
     paths = [out] if program is None else [out, program]
@@ -95,14 +98,23 @@ def command(
     Output(json, quiet).answer(document, text=_text(policy, out), paths=paths)
 
 
-def _parameters(words: Sequence[str]) -> dict[str, Any]:
-    """The parameters of `--set`: a value that JSON can read is what it says, any other is text."""
+def _allocate(text: str | None) -> dict[str, Any] | None:
+    """What `--allocate contour:floor=32` says."""
+    if text is None:
+        return None
+    name, *words = text.split(":")
+    return {"name": name, "parameters": _parameters("--allocate", words)}
+
+
+def _parameters(option: str, words: Sequence[str]) -> dict[str, Any]:
+    """The parameters that an option gives: a value that JSON can read is what it says, any other is text."""
     found: dict[str, Any] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if not (key and sign) or key in found:
             what = "is given twice" if key in found else "is no KEY=VALUE"
-            raise InputError(f"--set {word!r:.80} {what}", "write it as --set window=32, each key once")
+            example = {"--set": "window=32", "--allocate": "contour:floor=32"}[option]
+            raise InputError(f"{option} {word!r:.80} {what}", f"write it as {option} {example}, each key once")
         try:
             found[key] = json_text.loads(value, parse_constant=_no_number)
         except (ValueError, RecursionError):
@@ -126,11 +138,15 @@ def budget_words(budget: Budget) -> str:
 def _text(policy: PolicyFile, out: Path) -> str:
     protect, made_for, pages = policy.protect, policy.model, policy.granularity
     kept = [f"{protect.sinks} first", f"{protect.recent} last"] + (["the prompt"] if protect.prompt else [])
+    shared = "" if policy.allocate.name == "uniform" else policy.allocate.name
+    if policy.allocate.parameters:
+        shared += " with " + ", ".join(f"{name} {_short(value)}" for name, value in policy.allocate.parameters.items())
     shape = "" if made_for is None else f"{made_for.n_layers} layers, fingerprint {made_for.fingerprint}"
     facts = {
         "scorer": policy.scorer.name,
         "  with": ", ".join(f"{name} {_short(value)}" for name, value in policy.scorer.parameters.items()),
         "budget": budget_words(policy.budget),
+        "shared by": shared,
         "protected": ", ".join(kept),
         "trigger": policy.trigger + (f", pages of {pages.page_size}" if pages.unit == "page" else ""),
         "kept sets": {"all": "one for all layers and heads", "layer": "one a layer", "head": "one a head"}[

@@ -209,8 +209,8 @@ class Run:
             self._take_in(now)
             n_before = self._most_held(now.cache)
             if self._due(now):
-                limits = budget.budgets(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
-                refresh(self.policy, now.cache, now.ledger, limits, self.log, self.means)
+                mean = budget.nominal(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
+                refresh(self.policy, now.cache, now.ledger, mean, self.log, self.means)
         now.ledger.broken = False
         now.ledger.step += 1
         self.log.hold(n_before, self._most_held(now.cache))

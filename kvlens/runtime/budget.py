@@ -5,7 +5,9 @@
    there, rounded down.
 3. `keep_fraction`: of the row's prompt (of what is seen of it, while it comes in chunks), the fraction read as the
    decimal number that was written, rounded down, but never below `sinks` + `recent` nor 1.
-4. `allocate.table` says it for each layer and KV head; with `storage: uniform_cap` no head gets more than the mean.
+4. Where `allocate.table` says it for each layer and KV head, it is the table's mean over the managed layers.
+
+This is J, the mean of all heads. An allocator shares it (kvlens.allocate); under `uniform_cap` no head gets more.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 from fractions import Fraction
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.causal_lm import Model
@@ -38,7 +40,7 @@ def fixed_tokens(policy: Policy, model: Model, layers: tuple[int, ...]) -> int |
         return None
     one = token_bytes(model, layers)
     tokens = policy.budget.bytes // one
-    least = max(1, policy.protect.sinks + policy.protect.recent)
+    least = max(1, _kept_anyhow(policy))
     if tokens < least:
         raise InputError(
             f"a budget of {policy.budget.bytes:,} bytes holds {tokens} tokens of {one:,} bytes each: too few",
@@ -66,22 +68,33 @@ def fraction_tokens(fraction: float, n_prompt: int, least: int = 1) -> int:
     return max(1, least, math.floor(Fraction(repr(fraction)) * n_prompt))
 
 
-def budgets(
+def _kept_anyhow(policy: Policy) -> int:
+    protect = policy.protection()
+    return protect.sinks + protect.recent
+
+
+def nominal(
     policy: Policy, tokens: int | None, n_prompt: Int[Tensor, " batch"], layers: tuple[int, ...]
-) -> list[Int[Tensor, "rows heads"]]:
-    """The budget of every set of tokens that are kept together: one for all layers, or one a layer."""
-    device = n_prompt.device
+) -> Int[Tensor, " batch"]:
+    """J of every row; `tokens` are those of `fixed_tokens`."""
     if policy.allocate.table is not None:
-        table = torch.tensor(policy.allocate.table, device=device)[list(layers)]
-        if policy.storage == "uniform_cap":
-            table = table.clamp(max=int(table.double().mean()))
-        if policy.reduce == "layer":
-            table = table[:, :1]
-        return [row[None] for row in table]
+        tokens = math.floor(_mean_of_table(policy.allocate.table, layers))
     if tokens is not None:
-        one = torch.full((1, 1), tokens, device=device)
-    else:
-        fraction = policy.budget.keep_fraction or 1.0
-        least = policy.protect.sinks + policy.protect.recent
-        one = torch.tensor([[fraction_tokens(fraction, n, least)] for n in n_prompt.tolist()], device=device)
-    return [one] * (1 if policy.reduce == "all" else len(layers))
+        return torch.full_like(n_prompt, tokens)
+    fraction, least = policy.budget.keep_fraction or 1.0, _kept_anyhow(policy)
+    found = [fraction_tokens(fraction, n, least) for n in n_prompt.tolist()]
+    return torch.tensor(found, device=n_prompt.device)
+
+
+def claimed(
+    policy: Policy, tokens: int | None, n_prompt: Int[Tensor, " batch"], layers: tuple[int, ...]
+) -> Float[Tensor, " batch"]:
+    """Tokens per KV head, in the mean, that the policy says it keeps of each row."""
+    if policy.allocate.table is not None and policy.storage != "uniform_cap":
+        return torch.full_like(n_prompt, float(_mean_of_table(policy.allocate.table, layers)), dtype=torch.float64)
+    return nominal(policy, tokens, n_prompt, layers).double()
+
+
+def _mean_of_table(table: tuple[tuple[int, ...], ...], layers: tuple[int, ...]) -> Fraction:
+    rows = [table[layer] for layer in layers]
+    return Fraction(sum(map(sum, rows)), sum(map(len, rows)))

@@ -2,7 +2,8 @@
 
 1. A slot is empty (padding or filling), ordinary, or protected: among the first `sinks` tokens of its row, the last
    `recent` ones, or the prompt. Protection is this class, never a score, so no tie and no infinity can undo it.
-2. Slots are ranked by class, then score (NaN, "not judged yet", before every score), then position, lowest first.
+2. Slots are ranked by class, then score (NaN, "not judged yet", before every score), then position, lowest first
+   (allocate/order.py).
 3. The first `budget` of a row's (or head's) slots stay; empty ones never count.
 4. They are put in the order of their positions. A row that keeps fewer than another is filled up on the left with
    empty slots.
@@ -18,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.allocate.order import JUDGED, SAFE, best_first, kinds
 from kvlens.errors import InputError
 from kvlens.policy import Protect
 
@@ -69,23 +71,20 @@ def choose(
         )
     real = positions != EMPTY
     judged = scores.masked_fill(scores.isnan(), torch.inf)
-    unjudged = scores.isnan() & real & ~safe
-    kinds = real.to(torch.int8) + unjudged.to(torch.int8) + 2 * safe.to(torch.int8)
-    ordinary = real & ~safe & ~unjudged
+    kind = kinds(scores, real, safe)
     if page_size is None:
-        # 2. both sorts are stable, so that equal ones stay in the order of their positions
-        order = judged.sort(dim=-1, descending=True, stable=True).indices
-        order = order.gather(-1, kinds.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
+        # 2.
+        order = best_first(judged, kind)
         # 3.
         first = torch.arange(order.shape[-1], device=order.device) < budget[..., None]
         stays = torch.zeros_like(real).scatter_(-1, order, first.expand_as(real)) & real
     else:
-        stays = _pages(judged, positions, kinds, budget, page_size)
+        stays = _pages(judged, positions, kind, budget, page_size)
     # 4.
     width = int(stays.sum(-1).max())
     index = stays.to(torch.int8).sort(dim=-1, stable=True).indices[..., stays.shape[-1] - width :]
     kept = positions.gather(-1, index).masked_fill(~stays.gather(-1, index), EMPTY)
-    return Choice(index, kept, real & ~stays, *_ties(judged, ordinary))
+    return Choice(index, kept, real & ~stays, *_ties(judged, kind == JUDGED))
 
 
 def _ties(judged: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +98,7 @@ def _ties(judged: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:
 def _pages(
     judged: Float[Tensor, "batch heads slots"],
     positions: Int[Tensor, "batch heads slots"],
-    kinds: Int[Tensor, "batch heads slots"],
+    kind: Int[Tensor, "batch heads slots"],
     budget: Int[Tensor, "#batch #heads"],
     page_size: int,
 ) -> Bool[Tensor, "batch heads slots"]:
@@ -111,10 +110,9 @@ def _pages(
     sizes = real.long().new_zeros(shape).scatter_add_(-1, page, real.long())
     best = judged.new_full(shape, -torch.inf)
     best.scatter_reduce_(-1, page, judged.masked_fill(~real, -torch.inf), "amax")
-    kind = kinds.new_zeros(shape).scatter_reduce_(-1, page, kinds, "amax")
-    order = best.sort(dim=-1, descending=True, stable=True).indices
-    order = order.gather(-1, kind.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
+    kind = kind.new_zeros(shape).scatter_reduce_(-1, page, kind, "amax")
+    order = best_first(best, kind)
     fits = sizes.gather(-1, order).cumsum(-1) <= budget[..., None]
-    fits |= kind.gather(-1, order) >= 3  # the protected class
+    fits |= kind.gather(-1, order) == SAFE
     stays = torch.zeros(shape, dtype=torch.bool, device=positions.device).scatter_(-1, order, fits)
     return stays.gather(-1, page) & real

@@ -1,16 +1,19 @@
-"""What happens when an eviction is due? Scores, a choice for each set of tokens kept together, compaction.
+"""What happens when an eviction is due? Scores, a budget and a choice for each set of tokens kept together, compaction.
 
 1. Sets: with `reduce: all` one for all managed layers and heads, else one a layer; with `head` its heads choose apart.
-2. Where no set holds more than its budget nothing happens.
+2. Budgets, where the allocator needs no scores. Where no set holds more than its budget, or all sets together no more
+   than the whole budget, nothing happens.
 3. Score: the mean over the layers and heads that share a set. Ragged heads are scored one by one, none is padded.
-4. Choose (evict.py), for all sets before the first layer is touched.
+4. Budgets that follow the scores, of all sets; `storage: uniform_cap` cuts each to the mean. Choose (evict.py), for all
+   sets before the first layer is touched.
 5. Compact every layer. Under `storage: ragged` a layer whose heads or rows end up with different numbers turns ragged.
 6. The ledger's positions and the scorer's state follow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
@@ -19,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvlens.allocate.interface import Allocator, Cells
 from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
 from kvlens.runtime.cache import EMPTY, Ledger
@@ -37,35 +41,35 @@ class Means:
     second_pass: SecondPass | None = None
 
 
-def refresh(
-    policy: Policy, cache: Cache, ledger: Ledger, limits: list[Int[Tensor, "rows _"]], log: Log, means: Means
-) -> None:
-    """Nothing; afterwards no set holds more than its limit, and the log says what left.
+def refresh(policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " batch"], log: Log, means: Means) -> None:
+    """Nothing; afterwards no set holds more than its budget, and the log says what left. `mean` is J of every row.
 
     Raises: InputError where more is protected than the budget holds; no layer was touched then.
     """
     # 1.
     groups = [ledger.layers] if policy.reduce == "all" else [(layer,) for layer in ledger.layers]
     held = ledger.sets if len(ledger.sets) == len(groups) else ledger.sets * len(groups)
+    heads = cache.layers[ledger.layers[0]].n_kv_heads if policy.reduce == "head" else 1
+    cells = _cells(policy, ledger, held, mean, heads)
+    allocator = policy.allocate.make()
     # 2.
-    if all(positions.shape[-1] <= int(limit.max()) for positions, limit in zip(held, limits, strict=True)):
+    limits = None if allocator.reads_scores else _capped(policy, allocator, cells)
+    if not _crowded(policy, cells, limits):
         return
-    choices, worth = [], []
-    for group, positions, limit in zip(groups, held, limits, strict=True):
-        # 3.
-        started = perf_counter()
-        scores = _scores(policy, cache, ledger, group, positions, means)
-        worth.append(scores)
-        log.scoring_seconds += perf_counter() - started
-        # 4.
-        started = perf_counter()
-        slots = positions.expand(-1, scores.shape[1], -1)
-        safe = protected(policy.protect, slots, ledger.n_own, ledger.n_prompt)
-        pages = policy.granularity.page_size if policy.granularity.unit == "page" else None
-        choices.append(choose(scores, slots, limit, safe, page_size=pages))
-        log.evicting_seconds += perf_counter() - started
-        log.evict(ledger, None if policy.reduce == "all" else group[0], slots, scores, choices[-1])
+    # 3.
     started = perf_counter()
+    scores = [
+        _scores(policy, cache, ledger, group, positions, means) for group, positions in zip(groups, held, strict=True)
+    ]
+    log.scoring_seconds += perf_counter() - started
+    # 4.
+    started = perf_counter()
+    if limits is None:
+        limits = _capped(policy, allocator, replace(cells, scores=scores))
+    pages = policy.granularity.page_size if policy.granularity.unit == "page" else None
+    choices = [choose(*each, page_size=pages) for each in zip(scores, cells.positions, limits, cells.safe, strict=True)]
+    for group, slots, score, choice in zip(groups, cells.positions, scores, choices, strict=True):
+        log.evict(ledger, None if policy.reduce == "all" else group[0], slots, score, choice)
     # 5.
     for group, positions, choice in zip(groups, held, choices, strict=True):
         for index in group:
@@ -73,9 +77,34 @@ def refresh(
     # 6.
     ledger.sets = [choice.positions for choice in choices]
     ledger.holes = any(bool((positions == EMPTY).any()) for positions in ledger.sets)
-    ledger.state = select(ledger.state, Kept(ledger.sets, [choice.index for choice in choices], worth))
+    ledger.state = select(ledger.state, Kept(ledger.sets, [choice.index for choice in choices], scores))
     log.evicting_seconds += perf_counter() - started
     log.n_evictions += 1
+
+
+def _cells(policy: Policy, ledger: Ledger, held: Sequence[Tensor], mean: Tensor, heads: int) -> Cells:
+    """1. as an allocator sees it, but for the scores."""
+    slots = [positions.expand(-1, heads, -1) for positions in held]
+    protect = policy.protection()
+    safe = [protected(protect, each, ledger.n_own, ledger.n_prompt) for each in slots]
+    return Cells(ledger.layers, mean, slots, safe)
+
+
+def _capped(policy: Policy, allocator: Allocator, cells: Cells) -> list[Int[Tensor, "#batch #heads"]]:
+    """2. and 4. The budget of every set."""
+    limits = allocator.budgets(cells)
+    if policy.storage == "uniform_cap":
+        limits = [torch.minimum(limit, cells.mean[:, None]) for limit in limits]
+    return limits
+
+
+def _crowded(policy: Policy, cells: Cells, limits: Sequence[Tensor] | None) -> bool:
+    """2. Whether there are more slots than the budgets hold."""
+    widths = [positions.shape[-1] for positions in cells.positions]
+    if limits is not None:
+        return any(width > int(limit.max()) for width, limit in zip(widths, limits, strict=True))
+    least = int(cells.mean.min())
+    return sum(widths) > least * len(widths) or (policy.storage == "uniform_cap" and max(widths) > least)
 
 
 def _scores(

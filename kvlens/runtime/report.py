@@ -132,8 +132,7 @@ def of(run: Run) -> Report:
     layers = [layer for layer in cache.layers if isinstance(layer, HeldLayer)]
     one = budget.token_bytes(run.model, run.layers)
     rows = len(ledger.n_own)
-    limits = budget.budgets(run.policy, run.tokens, ledger.n_prompt, run.layers)
-    claimed = sum(float(limit.double().mean()) for limit in limits) / len(limits)
+    claimed = float(budget.claimed(run.policy, run.tokens, ledger.n_prompt, run.layers).mean())
     return Report(
         n_passes=log.n_passes,
         n_evictions=log.n_evictions,

@@ -66,24 +66,29 @@ def make(name: str, parameters: Mapping[str, Any]) -> Scorer:
 
     Raises: InputError for a name or a parameter that there is not, and for a value of the wrong type.
     """
-    if name not in TABLE:
-        near = get_close_matches(name, TABLE, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the scorers are {', '.join(TABLE)}"
-        raise InputError(f"there is no scorer {name!r:.80}", hint)
-    known = [part.name for part in fields(TABLE[name])]
+    return made("scorer", TABLE, name, parameters)  # type: ignore[no-any-return]
+
+
+def made(what: str, table: Mapping[str, type[Any]], name: str, parameters: Mapping[str, Any]) -> Any:
+    """The same for any table of methods; `what` they are is how errors call them."""
+    if name not in table:
+        near = get_close_matches(name, table, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the {what}s are {', '.join(table)}"
+        raise InputError(f"there is no {what} {name!r:.80}", hint)
+    known = [part.name for part in fields(table[name])]
     unknown = sorted(set(parameters) - set(known))
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise InputError(f"scorer {name} has no parameter {unknown[0]!r:.80}", takes)
-    hints = get_type_hints(TABLE[name], include_extras=True)
-    checked = {key: _checked(name, key, hints[key], value) for key, value in parameters.items()}
-    return TABLE[name](**checked)  # type: ignore[no-any-return]
+        raise InputError(f"{what} {name} has no parameter {unknown[0]!r:.80}", takes)
+    hints = get_type_hints(table[name], include_extras=True)
+    checked = {key: _checked(f"{what} {name}", key, hints[key], value) for key, value in parameters.items()}
+    return table[name](**checked)
 
 
-def _checked(scorer: str, key: str, kind: Any, value: Any) -> Any:
+def _checked(method: str, key: str, kind: Any, value: Any) -> Any:
     """The value, if it is of the kind that the field's annotation says; nothing is converted but int to float."""
     try:
         return TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].lower()
-        raise InputError(f"scorer {scorer}: parameter {key} is {value!r:.80}: {reason}") from error
+        raise InputError(f"{method}: parameter {key} is {value!r:.80}: {reason}") from error

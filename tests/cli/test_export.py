@@ -209,6 +209,10 @@ def test_a_program_stands_beside_the_policy(model: Path, tmp_path: Path) -> None
         ("--trigger every:32 --reduce head --storage ragged", {"trigger": "every:32", "reduce": "head", "storage": "ragged"}),  # noqa: E501
         ("--page-size 8", {"granularity": {"unit": "page", "page_size": 8}}),
         ("--allocate uniform", {}),
+        ("--allocate pyramid", {"reduce": "layer", "allocate": {"name": "pyramid", "parameters": {"beta": 20.0}, "table": None}}),  # noqa: E501
+        ("--allocate ada:alpha=0.5", {"reduce": "head", "storage": "ragged", "allocate": {"name": "ada", "parameters": {"alpha": 0.5}, "table": None}}),  # noqa: E501
+        ("--allocate contour --storage uniform_cap", {"reduce": "head", "storage": "uniform_cap", "allocate": {"name": "contour", "parameters": {"floor": 32}, "table": None}}),  # noqa: E501
+        ("--allocate contour_mass:floor=8", {"reduce": "head", "storage": "ragged", "allocate": {"name": "contour_mass", "parameters": {"floor": 8}, "table": None}}),  # noqa: E501
         ("--budget-tokens 64", {"budget": {"tokens": 64, "bytes": None, "keep_fraction": None}}),
         ("--budget-bytes 4096", {"budget": {"tokens": None, "bytes": 4096, "keep_fraction": None}}),
         ("--keep-fraction 0.25", {"budget": {"tokens": None, "bytes": None, "keep_fraction": 0.25}}),
@@ -321,7 +325,18 @@ def test_the_answer_for_people_and_as_json(capsys: pytest.CaptureFixture[str], f
         ("--scorer random --trigger every:0", "none of prefill, step, every:H"),
         ("--scorer random --storage sparse", "sparse"),
         ("--scorer random --allocate table", "belongs to allocate.name 'table'"),
-        ("--scorer random --allocate nobody", "nobody"),
+        ("--scorer random --allocate nobody", "there is no allocator 'nobody'"),
+        ("--scorer random --allocate contour:flor=3", "no parameter 'flor'"),
+        ("--scorer random --allocate contour:floor=-1", "floor is -1"),
+        ("--scorer random --allocate contour:floor", "--allocate 'floor' is no KEY=VALUE"),
+        ("--scorer random --allocate ada:alpha=1.5", "alpha is 1.5"),
+        ("--scorer random --allocate pyramid:beta=0.5", "beta is 0.5"),
+        ("--scorer random --allocate ada --reduce layer", "needs reduce 'head'"),
+        ("--scorer random --allocate contour --reduce all", "needs reduce 'head'"),
+        ("--scorer random --allocate pyramid --reduce all", "every head keeps the same tokens"),
+        ("--scorer random --allocate contour_mass --page-size 8", "granularity.unit 'token'"),
+        ("--scorer random --allocate contour --budget-tokens 35", "the floor of allocate contour"),
+        ("--scorer surprise --allocate ada", "reads the same tokens in every layer and head"),
         ("--scorer random -m ./nowhere", "no such model folder or file"),
         ("--bands paper --scorer random", "takes no depths of bands"),
         ("--bands theirs", "theirs"),

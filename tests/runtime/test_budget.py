@@ -53,8 +53,8 @@ def test_bytes_that_hold_less_than_what_is_protected_are_refused() -> None:
 
 def test_a_fraction_is_of_each_rows_own_prompt() -> None:
     chosen = policy(budget={"keep_fraction": 0.29}, protect={"sinks": 1})
-    found = budget.budgets(chosen, None, torch.tensor([100, 3, 51]), (0, 2))
-    assert [limit.tolist() for limit in found] == [[[29], [1], [14]]]
+    found = budget.nominal(chosen, None, torch.tensor([100, 3, 51]), (0, 2))
+    assert found.tolist() == [29, 1, 14]
 
 
 def test_a_prompt_that_is_protected_must_fit() -> None:

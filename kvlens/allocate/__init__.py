@@ -1,0 +1,1 @@
+"""How a budget is shared over layers and KV heads, one method a file."""

@@ -1,7 +1,7 @@
 """What happens when an eviction is due? Scores, a budget and a choice for each set of tokens kept together, compaction.
 
 1. Sets: with `reduce: all` one for all managed layers and heads, else one a layer; with `head` its heads choose apart.
-2. Budgets, where the allocator needs no scores. Where no set holds more than its budget, or all sets together no more
+2. Budgets, where the allocator needs no scores. Where no head holds more than its budget, or all sets together no more
    than the whole budget, nothing happens.
 3. Score: the mean over the layers and heads that share a set. Ragged heads are scored one by one, none is padded.
 4. Budgets that follow the scores, of all sets; `storage: uniform_cap` cuts each to the mean. Choose (evict.py), for all
@@ -99,10 +99,13 @@ def _capped(policy: Policy, allocator: Allocator, cells: Cells) -> list[Int[Tens
 
 
 def _crowded(policy: Policy, cells: Cells, limits: Sequence[Tensor] | None) -> bool:
-    """2. Whether there are more slots than the budgets hold."""
+    """2. Whether there are more slots than the budgets hold, or more tokens in a head than its own does."""
     widths = [positions.shape[-1] for positions in cells.positions]
     if limits is not None:
-        return any(width > int(limit.max()) for width, limit in zip(widths, limits, strict=True))
+        return any(
+            positions.shape[-1] > int(limit.max()) or bool(((positions != EMPTY).sum(-1) > limit).any())
+            for positions, limit in zip(cells.positions, limits, strict=True)
+        )
     least = int(cells.mean.min())
     return sum(widths) > least * len(widths) or (policy.storage == "uniform_cap" and max(widths) > least)
 

@@ -73,3 +73,14 @@ def test_a_table_of_another_model_is_refused() -> None:
     chosen = policy(reduce="head", allocate={"name": "table", "table": [[9, 9]] * 2})
     with pytest.raises(InputError, match="3 layers of 2 KV heads"), apply(chosen, models.wrap(llama())):
         pass
+
+
+@pytest.mark.parametrize("storage", ["ragged", "padded"])
+def test_a_head_never_waits_for_a_wider_one_to_be_full(storage: str) -> None:
+    model = models.wrap(llama())
+    budgets = [[6, 40], [40, 6], [40, 40]]  # nothing holds 40, so one head of two layers alone asks for an eviction
+    chosen = policy("keynorm", reduce="head", storage=storage, allocate={"name": "table", "table": budgets})
+    with apply(chosen, model) as run:
+        model.hf.generate(token_ids(9), max_new_tokens=9, pad_token_id=0, eos_token_id=None, do_sample=False)
+    held = [[len(head) for head in run.report().kept[layer][0]] for layer in range(3)]
+    assert held == [[min(budget, 17) for budget in row] for row in budgets]

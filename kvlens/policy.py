@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvlens.errors import InputError
+from kvlens.observables.surprise_variant import Variant
 from kvlens.scorers import table
 from kvlens.scorers.interface import Scorer
 
@@ -136,7 +137,7 @@ class Policy(_Part):
         scorer = self.scorer.make()
         if getattr(scorer, "score_prompt", True) is False and not self.protect.prompt:
             raise ValueError(f"scorer {self.scorer.name} with score_prompt off needs protect.prompt")
-        if scorer.second_pass is not None and (self.reduce != "all" or self.storage == "ragged"):
+        if isinstance(scorer.second_pass, Variant) and (self.reduce != "all" or self.storage == "ragged"):
             raise ValueError(
                 f"scorer {self.scorer.name} reads the same tokens in every layer and head: "
                 "it needs reduce 'all' and a storage that is not 'ragged'"

@@ -24,6 +24,9 @@ MANAGED = [family for family in FAMILIES if family != "mistral"]  # every layer 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "lagkv": {"chunk": 4},
     "snapkv": {"window": 4},
+    "expected_attention": {"sinks": 1},
+    "compactor": {"sinks": 1, "chunk": 4, "sketch": 5},
+    "kvzip": {"prompt": "", "chunk": 16},
     "fitted": {
         "signals": ["hidden_change_z", "hidden_change", "key_norm", "value_var", "lag_causal"],
         "layers": [1, 0, 1, 1, None],
@@ -44,7 +47,7 @@ def settled(scorer: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def refuses(model: Model, scorer: str) -> bool:
     """Whether a pass over the cache would read a layer that slides."""
-    read = {"surprise": model.sliding, "surprise_fast": model.sliding[-1:]}.get(scorer, ())
+    read = {"surprise": model.sliding, "surprise_fast": model.sliding[-1:], "kvzip": model.sliding}.get(scorer, ())
     return any(window is not None for window in read)
 
 

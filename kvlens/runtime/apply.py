@@ -42,8 +42,9 @@ from kvlens.runtime.call import cache_of, inputs_of, looked_over
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.received import received
 from kvlens.runtime.refresh import Means, refresh
-from kvlens.runtime.reread import SecondPass
-from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, VALUES, Facts, Seen
+from kvlens.runtime.reread import second_pass
+from kvlens.runtime.rotary import rotations
+from kvlens.scorers.interface import HIDDEN, IDS, KEYS, NOTES, QUERIES, RECEIVED, ROTATION, VALUES, Asked, Facts, Seen
 
 
 @dataclass
@@ -60,6 +61,7 @@ class _Pass:
     queries: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
     ids: Int[Tensor, "batch new"] | None = None
+    notes: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
     def n_new(self) -> int:
@@ -80,8 +82,8 @@ class Run:
             )
         self.facts = Facts(model.n_layers, model.n_heads, model.n_kv_heads, model.d_head, self.layers)
         self.scorer.init(self.facts)  # a scorer that cannot score this model says so before anything is hooked
-        variant = self.scorer.second_pass
-        self.means = Means({}, None if variant is None else SecondPass(model, variant))
+        turns = rotations(model, self.layers) if ROTATION in self.scorer.needs else {}
+        self.means = Means({}, second_pass(model, self.scorer.second_pass), turns)
         self.tokens = budget.fixed_tokens(policy, model, self.layers)
         self.log = report.Log(record=record)
         self.cache: Cache | None = None
@@ -170,7 +172,7 @@ class Run:
             self._pass.hidden[block] = output[0] if isinstance(output, tuple) else output
 
     def attend(
-        self, layer: int, own: Callable[[], Tensor], query: Tensor, _: Tensor, __: Tensor, keywords: Mapping[str, Any]
+        self, layer: int, own: Callable[[], Tensor], query: Tensor, key: Tensor, _: Tensor, keywords: Mapping[str, Any]
     ) -> Tensor:
         """What runs as attention where that is needed: queries are noted, ragged heads attend one by one."""
         now = self._pass
@@ -185,6 +187,10 @@ class Run:
         if RECEIVED in self.scorer.needs:
             before = now.ledger.set_of(layer) if now.ledger.sets else None
             now.received[layer] = received(held, query, rule, before, now.positions)
+        if NOTES in self.scorer.needs:
+            new = key[:, :, key.shape[2] - now.n_new :]
+            asked = Asked(layer, now.positions, query, new, rule, self.means.rotations.get(layer))
+            now.notes[layer] = self.scorer.note(now.ledger.state, asked)
         self.log.scoring_seconds += perf_counter() - started
         return output
 
@@ -227,7 +233,7 @@ class Run:
             new[name] = {index: getattr(now.cache.layers[index], f"new_{name}") for index in self.layers}
         hidden = now.hidden if HIDDEN in self.scorer.needs else {}
         states = new[KEYS], new[VALUES], hidden, now.queries, now.received
-        seen = Seen(now.positions, ledger.in_prompt, *states, now.ids)
+        seen = Seen(now.positions, ledger.in_prompt, *states, now.ids, now.notes)
         ledger.state = self.scorer.observe(ledger.state, seen)
         for index in self.layers:
             now.cache.layers[index].forget_new()
@@ -280,6 +286,6 @@ def apply(
         for block in sorted(set(run.scorer.hidden_layers(run.facts))):
             stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
         stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
-        if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED}:
+        if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED, NOTES}:
             stack.enter_context(around_attention(wrapped, run.attend))
         yield run

@@ -22,9 +22,11 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from kvlens.observables.attention_weights import Rule
+from kvlens.observables.rotation import Rotation
 from kvlens.observables.surprise_variant import Variant
 
 KEYS, VALUES, HIDDEN, QUERIES, IDS, RECEIVED = "keys", "values", "hidden", "queries", "ids", "received"
+NOTES, ROTATION = "notes", "rotation"
 State = TypeVar("State")
 # What parameters are of; `table.make` holds them to it.
 Window = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -32,8 +34,16 @@ Depth = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 AS_TUPLE = BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)  # JSON has no tuples
-# (ids, the states that entered the pass's first block) of every slot -> the scores of a pass over what the cache holds
-Reread = Callable[[Int[Tensor, "batch slots"], Float[Tensor, "batch slots d_model"] | None], Tensor]
+# (ids, the states that entered the pass's first block) -> what the scorer's second pass says of the slots shown
+Reread = Callable[[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens d_model"] | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A second pass that repeats the whole text over the cache: which words it starts with, how many tokens at once."""
+
+    prompt: str
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,18 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the new tokens attend with in one layer, as attention takes it; `rotation` is there for who needs it."""
+
+    layer: int
+    positions: Int[Tensor, "batch new"]
+    queries: Float[Tensor, "batch head new d_head"]
+    keys: Float[Tensor, "batch kv_head new d_head"]
+    rule: Rule
+    rotation: Rotation | None = None
+
+
+@dataclass(frozen=True)
 class Seen:
     """The new tokens of one forward pass.
 
@@ -55,7 +77,7 @@ class Seen:
     stream after a block), `queries` (rotated, of the last `n_queries` new tokens) and `received` (the attention weights
     that the new tokens gave each slot of the layer, their own included: summed over queries, mean over the heads that
     share a KV head; NaN for an empty slot) are by layer; a scorer finds there what it needs, and of hidden states the
-    layers it names. `ids` are None where nobody needs them.
+    layers it names. `ids` are None where nobody needs them. `notes` are what the scorer's own `note` made of a layer.
     """
 
     positions: Int[Tensor, "batch new"]
@@ -66,6 +88,7 @@ class Seen:
     queries: Mapping[int, Float[Tensor, "batch head last d_head"]] = field(default_factory=dict)
     received: Mapping[int, Float[Tensor, "batch kv_head slots"]] = field(default_factory=dict)
     ids: Int[Tensor, "batch new"] | None = None
+    notes: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,8 +96,9 @@ class Views:
     """The slots of one layer that are to be scored, in the order of their positions; position -1 is an empty slot.
 
     `rows` and `kv_heads` say which part of the batch and of the heads they are: all, or one where heads hold different
-    numbers of tokens. `rule` is how the layer turns queries and keys into weights, for scorers that need queries;
-    `reread` runs the scorer's `second_pass` over the slots of all layers: [batch, slots], NaN where there is no score.
+    numbers of tokens. `rule` is how the layer turns queries and keys into weights, `rotation` how their position turns
+    them, for scorers that need these; `reread` runs the scorer's `second_pass`: [batch, heads, kept], NaN where there
+    is no score.
     """
 
     layer: int
@@ -85,6 +109,7 @@ class Views:
     kv_heads: slice = field(default_factory=lambda: slice(None))
     rule: Rule | None = None
     reread: Reread | None = None
+    rotation: Rotation | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +129,7 @@ class Scorer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`, `ids`, `received`."""
+        """What it reads: of `keys`, `values`, `hidden`, `queries`, `ids`, `received`, `notes`, `rotation`."""
 
     @property
     def n_queries(self) -> int:
@@ -115,8 +140,8 @@ class Scorer(Protocol):
         """Whether a token is worth different things in different layers."""
 
     @property
-    def second_pass(self) -> Variant | None:
-        """The pass over the cache that `score` runs; all layers and heads then keep the same tokens (`reduce: all`)."""
+    def second_pass(self) -> Variant | Repeat | None:
+        """The pass over the cache that `score` runs; with a `Variant` all layers keep the same (`reduce: all`)."""
 
     @property
     def offline(self) -> bool:
@@ -127,6 +152,9 @@ class Scorer(Protocol):
 
     def init(self, facts: Facts) -> Any:
         """The state before the first token."""
+
+    def note(self, state: Any, asked: Asked) -> tuple[Tensor, ...]:
+        """What `observe` wants of one layer's queries, made while that layer attends, so that no layer's are kept."""
 
     def observe(self, state: Any, seen: Seen) -> Any:
         """The state after these tokens."""
@@ -141,7 +169,7 @@ class Plain:
     needs: frozenset[str] = frozenset()
     n_queries = 0
     per_layer = False
-    second_pass: Variant | None = None
+    second_pass: Variant | Repeat | None = None
     offline = False
 
     def hidden_layers(self, facts: Facts) -> tuple[int, ...]:
@@ -151,6 +179,10 @@ class Plain:
     def init(self, facts: Facts) -> Any:
         """No state."""
         return None
+
+    def note(self, state: Any, asked: Asked) -> tuple[Tensor, ...]:
+        """Nothing."""
+        return ()
 
     def observe(self, state: Any, seen: Seen) -> Any:
         """The state as it is."""

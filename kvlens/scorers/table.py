@@ -11,11 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvlens.errors import InputError
 from kvlens.scorers.band_adaptive import BandAdaptive
+from kvlens.scorers.compactor import Compactor
+from kvlens.scorers.expected_attention import ExpectedAttention
 from kvlens.scorers.fitted import Fitted
 from kvlens.scorers.h2o import H2O
 from kvlens.scorers.hidden_change import EpiKV, HiddenChange
 from kvlens.scorers.interface import Scorer
 from kvlens.scorers.keynorm import KeyNorm
+from kvlens.scorers.kvzip import KVzip
 from kvlens.scorers.lagkv import LagKV
 from kvlens.scorers.oracle import Oracle
 from kvlens.scorers.random import Random
@@ -38,6 +41,9 @@ TABLE: dict[str, type[Any]] = {
     "lagkv": LagKV,
     "snapkv": SnapKV,
     "h2o": H2O,
+    "expected_attention": ExpectedAttention,
+    "compactor": Compactor,
+    "kvzip": KVzip,
     "fitted": Fitted,
     "oracle": Oracle,
 }

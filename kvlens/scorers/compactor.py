@@ -4,15 +4,17 @@
    matrix; a key's leverage is x'(X'X)^-1 x: near 1 for one that no mix of the others gives.
 2. Mass: the text is cut into chunks of 256 tokens; within each every query sees every key, later ones too. What a key
    receives, summed over the queries, mean over the group, times the norm of its value, mean over 3 neighbouring slots.
-   It is taken when the chunk is full, and until then, when asked, from the part there is.
+   It is taken when the chunk is full, and before that, when asked for, from the part there is.
 3. Both are standardised over the slots and heads of a layer; the score is `blend` times leverage, plus mass.
 4. The first `sinks` tokens are in neither: NaN, not judged, so they stay.
+5. An eviction closes the open chunk, and from then on a chunk ends with the pass it came in, so that a cache that was
+   made small carries no queries. A decoded token then sees itself alone: a mass of 1, which is the mean of all.
 
-As in the authors' engine and in kvpress the products of 2. are not scaled; `scaled` takes the layer's own rule. Where
-heads hold different numbers of tokens a head is shown alone, and 3. is over its own slots.
+As in the authors' engine and in kvpress the products of 2. are not scaled. Where heads hold different numbers of tokens
+a head is shown alone, and 3. is over its own slots.
 
 Query-agnostic as far as the question is no part of the prompt; meant for prefill. Cost: 256 keys for each query, and a
-solve of sketch x sketch a head. Carried: queries and keys of the open chunk, a number for each token, layer, KV head.
+solve of sketch x sketch a head. Carried: queries and keys of the open chunk, a number a token, layer and KV head.
 
 Source: Compactor, arXiv 2507.08143.
 """
@@ -45,26 +47,48 @@ ROUNDING = 1e-10  # of its trace, as well
 
 @dataclass(frozen=True)
 class Chunks:
-    """The mass of tokens in full chunks, by layer and KV head; queries and keys of the open one, on the right.
+    """The mass of tokens in closed chunks, by layer and KV head; queries and keys of the open one, on the right.
 
-    `positions` are those of the open chunk, -1 where a row has fewer. None before the first token.
+    `positions` are those of the open chunk, -1 where a row has fewer; `carries` says which rows still carry one.
+    None before the first token.
     """
 
     layers: tuple[int, ...]
     n_kv_heads: int
-    full: Frozen = field(default_factory=Frozen)
+    closed: Frozen = field(default_factory=Frozen)
     positions: Int[Tensor, "batch open"] | None = None
     queries: Float[Tensor, "batch layer head open d_head"] | None = None
     keys: Float[Tensor, "batch layer kv_head open d_head"] | None = None
+    carries: Bool[Tensor, " batch"] | None = None
 
     def select(self, kept: Kept) -> Chunks:
-        """After an eviction; the open chunk is held whole."""
-        return replace(self, full=self.full.select(kept))
+        """After an eviction: 5."""
+        if self.positions is None or self.queries is None or self.keys is None or self.carries is None:
+            return self
+        closed = self.closed
+        if self.positions.shape[1]:
+            each = [self.open_mass(layer) for layer in range(len(self.layers))]
+            closed = closed.append(self.positions, torch.stack(each, 1))
+        none = slice(0, 0)
+        return replace(
+            self,
+            closed=closed.select(kept),
+            positions=self.positions[:, none].clone(),
+            queries=self.queries[:, :, :, none].clone(),
+            keys=self.keys[:, :, :, none].clone(),
+            carries=torch.zeros_like(self.carries),
+        )
+
+    def open_mass(self, layer: int) -> Float[Tensor, "batch kv_head open"]:
+        """2. of the open chunk, of the layer at this place."""
+        if self.positions is None or self.queries is None or self.keys is None:
+            raise InputError("a state without tokens has no open chunk")
+        return _mass(self.queries[:, layer], self.keys[:, layer], self.positions != EMPTY)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """How open and new tokens lie together, padding and sinks (-1) on the left; the last `n_open` fill no chunk yet.
+    """How open and new tokens lie together, padding and sinks (-1) on the left; the last `n_open` stay open.
 
     `order` is how they have to be moved to lie so, None where they do.
     """
@@ -89,7 +113,6 @@ class Compactor(Plain):
     chunk: Chunk = 256
     pool: Pool = 3
     sinks: Left = 4
-    scaled: bool = False
     seed: Seed = 0
 
     needs = frozenset({NOTES, ROTATION})
@@ -109,15 +132,17 @@ class Compactor(Plain):
             keys = torch.cat([state.keys[:, layer].to(keys.device), keys], 2)
         if row.order is not None:
             queries, keys = _taken(queries, row.order), _taken(keys, row.order)
-        mass = torch.full(keys.shape[:3], torch.nan, device=keys.device)
-        n_full, start = (row.n_real - row.n_open) // self.chunk, row.positions.shape[1] - row.n_real
-        for number in range(int(n_full.max())):
-            place = (start + number * self.chunk)[:, None] + torch.arange(self.chunk, device=start.device)
-            place = place.clamp(max=keys.shape[2] - 1)
-            is_full = (number < n_full)[:, None].to(keys.device).expand(-1, self.chunk)
-            found = self._mass(_taken(queries, place), _taken(keys, place), asked.rule, is_full)
+        mass = torch.full(keys.shape[:3], -torch.inf, device=keys.device)
+        n_columns = keys.shape[2]
+        start, stop = n_columns - row.n_real[:, None], n_columns - row.n_open[:, None]
+        for number in range(math.ceil(int((stop - start).max()) / self.chunk)):
+            place = start + number * self.chunk + torch.arange(self.chunk, device=start.device)
+            real = (place < stop).to(keys.device)
+            place = place.clamp(max=n_columns - 1)
+            found = _mass(_taken(queries, place), _taken(keys, place), real)
             place = place[:, None].to(keys.device).expand(found.shape)
-            mass.scatter_(2, place, torch.where(is_full[:, None], found, mass.gather(2, place)))
+            mass.scatter_reduce_(2, place, found.masked_fill(~real[:, None], -torch.inf), "amax")
+        mass.masked_fill_(mass.isinf(), torch.nan)
         cut = keys.shape[2] - row.width
         return mass, queries[:, :, cut:].clone(), keys[:, :, cut:].clone()
 
@@ -129,16 +154,17 @@ class Compactor(Plain):
         )
         column = torch.arange(row.positions.shape[1], device=device)
         is_open = column >= row.positions.shape[1] - row.n_open[:, None]
-        full = state.full
+        closed = state.closed
         if bool((row.n_real > row.n_open).any()):
             since = row.positions.shape[1] - int(row.n_real.max())
-            full = full.append(row.positions.masked_fill(is_open, EMPTY)[:, since:], mass[..., since:])
+            closed = closed.append(row.positions.masked_fill(is_open, EMPTY)[:, since:], mass[..., since:])
         open_ = row.positions.masked_fill(~is_open, EMPTY)[:, row.positions.shape[1] - row.width :].clone()
-        return replace(state, full=full, positions=open_, queries=queries, keys=keys)
+        carries = torch.ones(len(open_), dtype=torch.bool, device=device) if state.carries is None else state.carries
+        return replace(state, closed=closed, positions=open_, queries=queries, keys=keys, carries=carries)
 
     def score(self, state: Chunks, views: Views) -> Float[Tensor, "batch kv_head kept"]:
         """1. to 4."""
-        if state.positions is None or views.rule is None:
+        if state.positions is None:
             return views.positions.new_full(views.positions.shape, torch.nan, dtype=torch.float32)
         judged = (views.positions >= self.sinks).expand(-1, views.keys.shape[1], -1)
         norm = torch.linalg.vector_norm(wide(views.values), dim=-1)
@@ -157,26 +183,18 @@ class Compactor(Plain):
             order = (positions != EMPTY).to(torch.int8).sort(dim=-1, stable=True).indices
             positions = positions.gather(-1, order)
         n_real = (positions != EMPTY).sum(-1)
-        n_open = (positions[:, -1].long() + 1 - self.sinks).clamp(min=0) % self.chunk
+        n_open = n_real % self.chunk  # what was open starts a chunk
+        if state.carries is not None:
+            n_open = n_open.masked_fill(~state.carries, 0)
         return _Row(order, positions, n_real, n_open)
-
-    def _mass(self, queries: Tensor, keys: Tensor, rule: Rule, real: Bool[Tensor, "batch tokens"]) -> Tensor:
-        """What each key of a chunk receives from its queries, mean over the group, [batch, kv_head, tokens]."""
-        rule = rule if self.scaled else Rule(1.0)
-        weights = weights_without(wide(queries), wide(keys), rule, ~real[:, None, None])[0]
-        total = weights.masked_fill_(~real[:, None, :, None], 0.0).sum(2)
-        return total.reshape(*keys.shape[:2], -1, keys.shape[2]).mean(2)
 
     def _received(self, state: Chunks, views: Views) -> Float[Tensor, "batch kv_head kept"]:
         """2.: the mass of every slot, from the full chunks or the open one."""
         layer = state.layers.index(views.layer)
-        found = state.full.look_up(views, layer)
-        if state.positions is None or state.queries is None or state.keys is None or state.positions.shape[1] == 0:
+        found = state.closed.look_up(views, layer)
+        if state.positions is None or state.positions.shape[1] == 0:
             return found
-        open_ = self._mass(
-            state.queries[:, layer], state.keys[:, layer], views.rule or Rule(1.0), state.positions != EMPTY
-        )
-        part = Frozen(state.positions, open_[:, None]).look_up(views, 0)
+        part = Frozen(state.positions, state.open_mass(layer)[:, None]).look_up(views, 0)
         return torch.where(found.isnan(), part, found)
 
     def _leverage(
@@ -198,6 +216,17 @@ class Compactor(Plain):
         gram.diagonal(dim1=-2, dim2=-1).add_(ridge[..., None])
         solved: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(gram)[0], rows.mT, upper=False)
         return solved.square().sum(-2).float()
+
+
+def _mass(
+    queries: Float[Tensor, "batch head tokens d_head"],
+    keys: Float[Tensor, "batch kv_head tokens d_head"],
+    real: Bool[Tensor, "batch tokens"],
+) -> Float[Tensor, "batch kv_head tokens"]:
+    """2. for one chunk: what each key receives from all its queries."""
+    weights = weights_without(wide(queries), wide(keys), Rule(1.0), ~real[:, None, None])[0]
+    total = weights.masked_fill_(~real[:, None, :, None], 0.0).sum(2)
+    return total.reshape(*keys.shape[:2], -1, keys.shape[2]).mean(2)
 
 
 def _taken(states: Float[Tensor, "batch head tokens d_head"], place: Int[Tensor, "batch some"]) -> Tensor:

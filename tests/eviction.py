@@ -28,6 +28,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "rkv": {"window": 4, "pool": 3},
     "thinkv": {"size": 4, "steps": [3, 2, 1]},
     "segment_hidden": {"size": 4, "budgets": [3, 2, 1]},
+    "expected_attention": {"sinks": 1},
+    "compactor": {"sinks": 1, "chunk": 4, "sketch": 5},
+    "kvzip": {"prompt": "", "chunk": 16},
     "fitted": {
         "signals": ["hidden_change_z", "hidden_change", "key_norm", "value_var", "lag_causal"],
         "layers": [1, 0, 1, 1, None],
@@ -48,7 +51,7 @@ def settled(scorer: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def refuses(model: Model, scorer: str) -> bool:
     """Whether a pass over the cache would read a layer that slides."""
-    read = {"surprise": model.sliding, "surprise_fast": model.sliding[-1:]}.get(scorer, ())
+    read = {"surprise": model.sliding, "surprise_fast": model.sliding[-1:], "kvzip": model.sliding}.get(scorer, ())
     return any(window is not None for window in read)
 
 

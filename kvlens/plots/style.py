@@ -54,4 +54,5 @@ def settle(figure: Figure) -> None:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for ax in figure.axes:
-        ax.set_position([round(edge, 4) for edge in ax.get_position().bounds])
+        left, low, wide, high = (round(edge, 4) for edge in ax.get_position().bounds)
+        ax.set_position((left, low, wide, high))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +24,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -38,33 +36,26 @@ from kvlens.policy import Policy
 from kvlens.policy_file import check_model, read_policy
 from kvlens.runtime import attention, budget, report, saved
 from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
-from kvlens.runtime.call import cache_of, inputs_of, looked_over
+from kvlens.runtime.call import Pass, cache_of, inputs_of, looked_over
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.received import received
 from kvlens.runtime.refresh import Means, refresh
-from kvlens.runtime.reread import SecondPass
-from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, SPREAD, VALUES, Facts, Seen
-
-
-@dataclass
-class _Pass:
-    """One forward pass under way."""
-
-    ledger: Ledger
-    cache: Cache
-    positions: Int[Tensor, "batch new"]
-    own: Bool[Tensor, "batch new"] | None
-    evicted: bool
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    masks: dict[int, Tensor | None] = field(default_factory=dict)
-    queries: dict[int, Tensor] = field(default_factory=dict)
-    received: dict[int, Tensor] = field(default_factory=dict)
-    spread: dict[int, Tensor] = field(default_factory=dict)
-    ids: Int[Tensor, "batch new"] | None = None
-
-    @property
-    def n_new(self) -> int:
-        return self.positions.shape[1]
+from kvlens.runtime.reread import second_pass
+from kvlens.runtime.rotary import rotations
+from kvlens.scorers.interface import (
+    HIDDEN,
+    IDS,
+    KEYS,
+    NOTES,
+    QUERIES,
+    RECEIVED,
+    ROTATION,
+    SPREAD,
+    VALUES,
+    Asked,
+    Facts,
+    Seen,
+)
 
 
 class Run:
@@ -81,13 +72,13 @@ class Run:
             )
         self.facts = Facts(model.n_layers, model.n_heads, model.n_kv_heads, model.d_head, self.layers)
         self.scorer.init(self.facts)  # a scorer that cannot score this model says so before anything is hooked
-        variant = self.scorer.second_pass
-        self.means = Means({}, None if variant is None else SecondPass(model, variant))
+        turns = rotations(model, self.layers) if ROTATION in self.scorer.needs else {}
+        self.means = Means({}, second_pass(model, self.scorer.second_pass), turns)
         self.tokens = budget.fixed_tokens(policy, model, self.layers)
         self.log = report.Log(record=record)
         self.cache: Cache | None = None
         self.active = False
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         budget.check_table(policy, model)
 
     def events(self) -> pd.DataFrame:
@@ -141,7 +132,7 @@ class Run:
             evicted = False  # it covers what is held, and every layer holds the same
         ledger.driven, ledger.own = True, own
         ids = inputs if IDS in self.scorer.needs else None
-        self.cache, self._pass = cache, _Pass(ledger, cache, positions, own, evicted, ids=ids)
+        self.cache, self._pass = cache, Pass(ledger, cache, positions, own, evicted, ids=ids)
         return args, kwargs
 
     def _take_over(self, ledger: Ledger) -> None:
@@ -171,7 +162,7 @@ class Run:
             self._pass.hidden[block] = output[0] if isinstance(output, tuple) else output
 
     def attend(
-        self, layer: int, own: Callable[[], Tensor], query: Tensor, _: Tensor, __: Tensor, keywords: Mapping[str, Any]
+        self, layer: int, own: Callable[[], Tensor], query: Tensor, key: Tensor, _: Tensor, keywords: Mapping[str, Any]
     ) -> Tensor:
         """What runs as attention where that is needed: queries are noted, ragged heads attend one by one."""
         now = self._pass
@@ -190,6 +181,10 @@ class Run:
             now.received[layer] = found[0]
             if found[1] is not None:
                 now.spread[layer] = found[1]
+        if NOTES in self.scorer.needs:
+            new = key[:, :, key.shape[2] - now.n_new :]
+            these = Asked(layer, now.positions, query, new, rule, self.means.rotations.get(layer))
+            now.notes[layer] = self.scorer.note(now.ledger.state, these)
         self.log.scoring_seconds += perf_counter() - started
         return output
 
@@ -218,7 +213,7 @@ class Run:
     def _most_held(self, cache: Cache) -> int:
         return max(cache.layers[index].n_held for index in self.layers)
 
-    def _take_in(self, now: _Pass) -> None:
+    def _take_in(self, now: Pass) -> None:
         """4."""
         ledger, first = now.ledger, not now.ledger.sets
         ledger.in_prompt &= first or now.n_new > 1
@@ -232,13 +227,13 @@ class Run:
             new[name] = {index: getattr(now.cache.layers[index], f"new_{name}") for index in self.layers}
         hidden = now.hidden if HIDDEN in self.scorer.needs else {}
         states = new[KEYS], new[VALUES], hidden, now.queries, now.received, now.spread
-        seen = Seen(now.positions, ledger.in_prompt, *states, now.ids)
+        seen = Seen(now.positions, ledger.in_prompt, *states, now.ids, now.notes)
         ledger.state = self.scorer.observe(ledger.state, seen)
         for index in self.layers:
             now.cache.layers[index].forget_new()
         self.log.scoring_seconds += perf_counter() - started
 
-    def _due(self, now: _Pass) -> bool:
+    def _due(self, now: Pass) -> bool:
         """Whether the trigger asks for an eviction after this pass."""
         ledger = now.ledger
         if self.policy.every is None:
@@ -285,6 +280,6 @@ def apply(
         for block in sorted(set(run.scorer.hidden_layers(run.facts))):
             stack.callback(undo(blocks[block].register_forward_hook(partial(run.see_block, block))))
         stack.callback(undo(decoder.register_forward_hook(run.after, always_call=True)))
-        if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED, SPREAD}:
+        if policy.storage == "ragged" or run.scorer.needs & {QUERIES, RECEIVED, SPREAD, NOTES}:
             stack.enter_context(around_attention(wrapped, run.attend))
         yield run

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from kvlens import forward
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError
+from kvlens.runtime.cache import Ledger
 
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+
+
+@dataclass
+class Pass:
+    """One forward pass under way."""
+
+    ledger: Ledger
+    cache: Cache
+    positions: Int[Tensor, "batch new"]
+    own: Bool[Tensor, "batch new"] | None
+    evicted: bool
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[int, Tensor | None] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    spread: dict[int, Tensor] = field(default_factory=dict)
+    ids: Int[Tensor, "batch new"] | None = None
+    notes: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def n_new(self) -> int:
+        return self.positions.shape[1]
 
 
 def cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:

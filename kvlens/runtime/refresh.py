@@ -13,32 +13,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvlens.allocate.interface import Allocator, Cells
 from kvlens.observables.attention_weights import Rule
+from kvlens.observables.rotation import Rotation
 from kvlens.policy import Policy
 from kvlens.runtime.cache import EMPTY, Ledger
 from kvlens.runtime.evict import Choice, choose, protected
 from kvlens.runtime.ragged import RaggedLayer
 from kvlens.runtime.report import Log
 from kvlens.runtime.reread import SecondPass
-from kvlens.scorers.interface import Kept, Views, select
+from kvlens.scorers.interface import Kept, Reread, Views, select
 
 
 @dataclass(frozen=True)
 class Means:
-    """What a scorer may need of the model when it scores: how each layer weighs keys, and a pass over the cache."""
+    """What a scorer may need of the model when it scores: how layers weigh and turn keys, and a pass over the cache."""
 
     rules: dict[int, Rule]
     second_pass: SecondPass | None = None
+    rotations: dict[int, Rotation] = field(default_factory=dict)
 
 
 def refresh(policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " batch"], log: Log, means: Means) -> None:
@@ -57,9 +59,11 @@ def refresh(policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " ba
     if not _crowded(policy, cells, limits):
         return
     # 3.
+    found: dict[int, Tensor] = {}  # of the second pass, which is made once for all layers
     started = perf_counter()
     scores = [
-        _scores(policy, cache, ledger, group, positions, means) for group, positions in zip(groups, held, strict=True)
+        _scores(policy, cache, ledger, group, positions, means, found)
+        for group, positions in zip(groups, held, strict=True)
     ]
     log.scoring_seconds += perf_counter() - started
     # 4.
@@ -117,34 +121,42 @@ def _scores(
     group: tuple[int, ...],
     held: Int[Tensor, "batch heads slots"],
     means: Means,
+    found: dict[int, Tensor],
 ) -> Float[Tensor, "batch _ slots"]:
     """3. for one set: [batch, 1, slots], or with its heads apart."""
     asked = group if ledger.scorer.per_layer else group[:1]
     n_kv_heads = cache.layers[group[0]].n_kv_heads
     total: Tensor | float = 0.0
     for index in asked:
-        scores = of_layer(cache, ledger, index, held, means).to(held.device)
+        scores = of_layer(cache, ledger, index, held, means, found).to(held.device)
         total = total + (scores if policy.reduce == "head" else scores.mean(1, keepdim=True))
     mean = torch.as_tensor(total) / len(asked)
     return mean.expand(-1, n_kv_heads, -1) if policy.reduce == "head" else mean
 
 
 def of_layer(
-    cache: Cache, ledger: Ledger, index: int, held: Int[Tensor, "batch heads slots"], means: Means
+    cache: Cache,
+    ledger: Ledger,
+    index: int,
+    held: Int[Tensor, "batch heads slots"],
+    means: Means,
+    found: dict[int, Tensor] | None = None,
 ) -> Float[Tensor, "batch _ slots"]:
-    """What the scorer says of one layer's slots."""
-    layer, rule = cache.layers[index], means.rules.get(index)
+    """What the scorer says of one layer's slots; `found` is where a second pass leaves what it says of the others."""
+    layer, rule, turn = cache.layers[index], means.rules.get(index), means.rotations.get(index)
+    found = {} if found is None else found
+
+    def reread(row: slice, head: slice, ids: Tensor, states: Tensor | None) -> Tensor:
+        if index not in found and means.second_pass is not None:
+            found.update(means.second_pass(cache, ledger, ids, states))
+        return found[index][row, head]
+
+    def keys_of(other: int) -> Tensor:
+        return cache.layers[other].keys
+
     if not isinstance(layer, RaggedLayer):
-        reread = None if means.second_pass is None else partial(means.second_pass, cache, held[:, 0])
-        views = Views(
-            index,
-            held,
-            layer.keys,
-            layer.values,
-            rule=rule,
-            reread=reread,
-            keys_of=lambda other: cache.layers[other].keys,
-        )
+        again = None if means.second_pass is None else partial(reread, slice(None), slice(None))
+        views = Views(index, held, layer.keys, layer.values, rule=rule, reread=again, rotation=turn, keys_of=keys_of)
         return ledger.scorer.score(ledger.state, views)
     batch, heads = layer.shape
     held = held.expand(-1, heads, -1)
@@ -154,9 +166,17 @@ def of_layer(
             real = held[row, head] != EMPTY
             keys, values = (part[None, None] for part in layer.pair(row, head))
             place = slice(row, row + 1), slice(head, head + 1)
-            views = Views(index, held[row, head][real][None, None], keys, values, *place, rule)
+            again = None
+            if means.second_pass is not None:
+                again = partial(_of_pair, partial(reread, *place), real)
+            views = Views(index, held[row, head][real][None, None], keys, values, *place, rule, again, rotation=turn)
             scores[row, head, real] = ledger.scorer.score(ledger.state, views)[0, 0].double()
     return scores
+
+
+def _of_pair(reread: Reread, real: Bool[Tensor, " slots"], ids: Tensor, states: Tensor | None) -> Tensor:
+    """What a second pass says of one ragged head, without its empty slots."""
+    return reread(ids, states)[..., real]
 
 
 def _compact(policy: Policy, cache: Cache, index: int, before: Tensor, choice: Choice) -> None:

@@ -1,14 +1,16 @@
-"""How does a scorer run the model over its own cache? A second pass, made once for a run, bound to a cache when used.
+"""How does a scorer run the model over its own cache? A second pass, made once for a run, given a cache when used.
 
 1. It is made before any hook is set, and is a wiring of its own over the same weights: nothing is left on the model.
 2. It reads keys and values where the cache holds them. Empty slots must come first for it: where some stand between
    tokens (padding between two turns), each layer's rows are put in order when it is their turn.
 3. A sliding layer drops rows by itself, so a pass that would read one is refused.
+
+There are two kinds: counter-causal surprise (here), and the repetition of the whole text (repeat.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +23,25 @@ from kvlens.causal_lm import Model
 from kvlens.errors import ModelRefused
 from kvlens.observables.surprise import State, Surprise
 from kvlens.observables.surprise_variant import Variant
-from kvlens.runtime.cache import EMPTY
+from kvlens.runtime.cache import EMPTY, Ledger
+from kvlens.runtime.repeat import RepeatPass
+from kvlens.scorers.interface import Repeat
+
+# (cache, its ledger, what the scorer carries) -> by managed layer what the pass says of its slots
+SecondPass = Callable[
+    [Cache, Ledger, Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens d_model"] | None],
+    Mapping[int, Float[Tensor, "batch heads slots"]],
+]
 
 
-class SecondPass:
+def second_pass(model: Model, asked: Variant | Repeat | None) -> SecondPass | None:
+    """The pass that a scorer asks for. Raises: ModelRefused where this model cannot be asked so."""
+    if asked is None:
+        return None
+    return SurprisePass(model, asked) if isinstance(asked, Variant) else RepeatPass(model, asked)
+
+
+class SurprisePass:
     """Counter-causal surprise of every slot, in one variant.
 
     Raises: ModelRefused for a model of which no such part can be run, or whose layers there slide.
@@ -44,12 +61,13 @@ class SecondPass:
     def __call__(
         self,
         cache: Cache,
-        positions: Int[Tensor, "batch slots"],
+        ledger: Ledger,
         ids: Int[Tensor, "batch slots"],
         states: Float[Tensor, "batch slots d_model"] | None,
-    ) -> Float[Tensor, "batch slots"]:
-        """The surprise of every slot, NaN for one that has none and for an empty one."""
+    ) -> dict[int, Float[Tensor, "batch one slots"]]:
+        """The surprise of every slot, the same in every layer; NaN for one that has none and for an empty one."""
         # 2.
+        positions = ledger.sets[0][:, 0]
         real, order, n_pad = positions != EMPTY, None, None
         if not bool(real.all()):
             n_pad = (~real).sum(-1)
@@ -60,7 +78,8 @@ class SecondPass:
         state = State(ids.long(), positions.long().clamp(min=0), states, None, n_pad)
         found = self.surprise.scores(state, _Rows(cache, order))
         values = found.values.masked_fill(~found.known, torch.nan)
-        return values if order is None else torch.empty_like(values).scatter_(-1, order, values)
+        values = values if order is None else torch.empty_like(values).scatter_(-1, order, values)
+        return dict.fromkeys(ledger.layers, values[:, None])
 
 
 @dataclass(frozen=True)

@@ -20,28 +20,33 @@ EMPTY = -1
 
 @dataclass(frozen=True)
 class Frozen:
-    """One float32 number a token, by the token's position; position -1 is an empty place. None before the first."""
+    """One float32 number a token (and layer, and KV head), by position; -1 is an empty place. None before the first."""
 
     positions: Int[Tensor, "batch tokens"] | None = None
-    numbers: Float[Tensor, "batch tokens"] | None = None
+    numbers: Float[Tensor, "batch *parts tokens"] | None = None
 
-    def append(self, positions: Int[Tensor, "batch new"], numbers: Float[Tensor, "batch new"]) -> Frozen:
+    def append(self, positions: Int[Tensor, "batch new"], numbers: Float[Tensor, "batch *parts new"]) -> Frozen:
         """With the numbers of new tokens, whose positions are higher than all before."""
         positions, numbers = positions.to(torch.int32), numbers.to(torch.float32)
         if self.positions is None or self.numbers is None:
             return Frozen(positions.clone(), numbers.clone())
         return Frozen(torch.cat([self.positions, positions], -1), torch.cat([self.numbers, numbers], -1))
 
-    def look_up(self, views: Views) -> Float[Tensor, "batch heads kept"]:
-        """The number of every slot; NaN for an empty slot and for a position that was never given."""
+    def look_up(self, views: Views, layer: int | None = None) -> Float[Tensor, "batch heads kept"]:
+        """The number of every slot; NaN for an empty slot and for a position that was never given.
+
+        `layer` is the place of the view's layer where numbers are by layer and KV head.
+        """
         if self.positions is None or self.numbers is None:
             return views.positions.new_full(views.positions.shape, torch.nan, dtype=torch.float32)
         known, numbers = self.positions[views.rows], self.numbers[views.rows]
+        numbers = numbers[:, None] if layer is None else numbers[:, layer, views.kv_heads]
         if views.positions.shape[1] == 1 and torch.equal(known, views.positions[:, 0]):
-            return numbers[:, None].masked_fill(views.positions == EMPTY, torch.nan)  # nothing to look for
+            return numbers.masked_fill(views.positions == EMPTY, torch.nan)  # nothing to look for
         place = _places(known, views.positions)
         found = known.gather(1, place.flatten(1)).view_as(place) == views.positions
-        values = numbers.gather(1, place.flatten(1)).view_as(place)
+        heads = max(numbers.shape[1], place.shape[1])
+        values = numbers.expand(-1, heads, -1).gather(-1, place.expand(-1, heads, -1))
         return values.masked_fill(~found | (views.positions == EMPTY), torch.nan)
 
     def select(self, kept: Kept) -> Frozen:
@@ -57,7 +62,9 @@ class Frozen:
         width = int(alive.sum(-1).max())
         order = alive.to(torch.uint8).sort(dim=-1, stable=True).indices[:, alive.shape[1] - width :]
         positions = self.positions.gather(1, order).masked_fill(~alive.gather(1, order), EMPTY)
-        return Frozen(positions, self.numbers.gather(1, order))
+        parts = self.numbers.shape[1:-1]
+        order = order.view(len(order), *[1] * len(parts), width).expand(-1, *parts, -1)
+        return Frozen(positions, self.numbers.gather(-1, order))
 
 
 def _places(known: Int[Tensor, "batch tokens"], wanted: Int[Tensor, "batch *slots"]) -> Int[Tensor, "batch *slots"]:  # noqa: F821 (axes, not names)

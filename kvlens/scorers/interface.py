@@ -22,10 +22,11 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from kvlens.observables.attention_weights import Rule
+from kvlens.observables.rotation import Rotation
 from kvlens.observables.surprise_variant import Variant
 
 KEYS, VALUES, HIDDEN, QUERIES, IDS, RECEIVED = "keys", "values", "hidden", "queries", "ids", "received"
-SPREAD = "spread"
+SPREAD, NOTES, ROTATION = "spread", "notes", "rotation"
 State = TypeVar("State")
 # What parameters are of; `table.make` holds them to it.
 Window = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -33,8 +34,16 @@ Depth = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 AS_TUPLE = BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)  # JSON has no tuples
-# (ids, the states that entered the pass's first block) of every slot -> the scores of a pass over what the cache holds
-Reread = Callable[[Int[Tensor, "batch slots"], Float[Tensor, "batch slots d_model"] | None], Tensor]
+# (ids, the states that entered the pass's first block) -> what the scorer's second pass says of the slots shown
+Reread = Callable[[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens d_model"] | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A second pass that repeats the whole text over the cache: which words it starts with, how many tokens at once."""
+
+    prompt: str
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,18 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What the new tokens attend with in one layer, as attention takes it; `rotation` is there for who needs it."""
+
+    layer: int
+    positions: Int[Tensor, "batch new"]
+    queries: Float[Tensor, "batch head new d_head"]
+    keys: Float[Tensor, "batch kv_head new d_head"]
+    rule: Rule
+    rotation: Rotation | None = None
+
+
+@dataclass(frozen=True)
 class Seen:
     """The new tokens of one forward pass.
 
@@ -58,7 +79,8 @@ class Seen:
     queries, mean over the heads that share a KV head; NaN for an empty slot) are by layer; a scorer finds there what it
     needs, and of hidden states the layers it names. `spread` is by layer too, the mean over its heads of what each new
     token's weights look like: the share of visible keys that got less than a hundredth of the largest weight, and the
-    entropy in nats; NaN for padding. `ids` are None where nobody needs them.
+    entropy in nats; NaN for padding. `ids` are None where nobody needs them. `notes` are what the scorer's own `note`
+    made of a layer.
     """
 
     positions: Int[Tensor, "batch new"]
@@ -70,6 +92,7 @@ class Seen:
     received: Mapping[int, Float[Tensor, "batch kv_head slots"]] = field(default_factory=dict)
     spread: Mapping[int, Float[Tensor, "batch 2 new"]] = field(default_factory=dict)
     ids: Int[Tensor, "batch new"] | None = None
+    notes: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,9 +100,10 @@ class Views:
     """The slots of one layer that are to be scored, in the order of their positions; position -1 is an empty slot.
 
     `rows` and `kv_heads` say which part of the batch and of the heads they are: all, or one where heads hold different
-    numbers of tokens. `rule` is how the layer turns queries and keys into weights, for scorers that need queries;
-    `reread` runs the scorer's `second_pass` over the slots of all layers: [batch, slots], NaN where there is no score.
-    `keys_of` gives the keys of another layer, in the same slots for a scorer whose tokens are kept `together`.
+    numbers of tokens. `rule` is how the layer turns queries and keys into weights, `rotation` how their position turns
+    them, for scorers that need these; `reread` runs the scorer's `second_pass`: [batch, heads, kept], NaN where there
+    is no score. `keys_of` gives the keys of another layer, in the same slots for a scorer whose tokens are kept
+    `together`.
     """
 
     layer: int
@@ -91,6 +115,7 @@ class Views:
     rule: Rule | None = None
     reread: Reread | None = None
     keys_of: Callable[[int], Float[Tensor, "batch kv_head kept d_head"]] | None = None
+    rotation: Rotation | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +137,7 @@ class Scorer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What `observe` reads: of `keys`, `values`, `hidden`, `queries`, `ids`, `received`, `spread`."""
+        """Of `keys`, `values`, `hidden`, `queries`, `ids`, `received`, `spread`, `notes`, `rotation`, what it reads."""
 
     @property
     def n_queries(self) -> int:
@@ -127,8 +152,8 @@ class Scorer(Protocol):
         """Whether a token is worth different things in different layers."""
 
     @property
-    def second_pass(self) -> Variant | None:
-        """The pass over the cache that `score` runs; its tokens are kept `together`."""
+    def second_pass(self) -> Variant | Repeat | None:
+        """The pass over the cache that `score` runs; the tokens of a `Variant` are kept `together`."""
 
     @property
     def together(self) -> bool:
@@ -144,6 +169,9 @@ class Scorer(Protocol):
     def init(self, facts: Facts) -> Any:
         """The state before the first token."""
 
+    def note(self, state: Any, asked: Asked) -> tuple[Tensor, ...]:
+        """What `observe` wants of one layer's queries, made while that layer attends, so that no layer's are kept."""
+
     def observe(self, state: Any, seen: Seen) -> Any:
         """The state after these tokens."""
 
@@ -158,7 +186,7 @@ class Plain:
     n_queries = 0
     n_received: int | None = None
     per_layer = False
-    second_pass: Variant | None = None
+    second_pass: Variant | Repeat | None = None
     together = False
     offline = False
 
@@ -169,6 +197,10 @@ class Plain:
     def init(self, facts: Facts) -> Any:
         """No state."""
         return None
+
+    def note(self, state: Any, asked: Asked) -> tuple[Tensor, ...]:
+        """Nothing."""
+        return ()
 
     def observe(self, state: Any, seen: Seen) -> Any:
         """The state as it is."""

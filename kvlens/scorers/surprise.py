@@ -96,7 +96,7 @@ class Surprise(Plain):
         """2. and 3."""
         if views.reread is None or state.ids is None:
             return views.positions.new_full(views.positions.shape, torch.nan, dtype=torch.float32)
-        return views.reread(state.ids, state.states)[:, None]
+        return views.reread(state.ids, state.states)
 
 
 @dataclass(frozen=True)

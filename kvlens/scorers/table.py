@@ -12,6 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from kvlens.errors import InputError
 from kvlens.scorers.attention_x_hidden import AttentionXHidden
 from kvlens.scorers.band_adaptive import BandAdaptive
+from kvlens.scorers.compactor import Compactor
+from kvlens.scorers.expected_attention import ExpectedAttention
 from kvlens.scorers.fitted import Fitted
 from kvlens.scorers.h2o import H2O
 from kvlens.scorers.h2o_keys import H2OKeys
@@ -20,6 +22,7 @@ from kvlens.scorers.importance_sampling import ImportanceSampling
 from kvlens.scorers.interface import Scorer
 from kvlens.scorers.keydiff import KeyDiff
 from kvlens.scorers.keynorm import KeyNorm
+from kvlens.scorers.kvzip import KVzip
 from kvlens.scorers.lagkv import LagKV
 from kvlens.scorers.oracle import Oracle
 from kvlens.scorers.raas import RaaS
@@ -56,6 +59,9 @@ TABLE: dict[str, type[Any]] = {
     "thinkv": ThinKV,
     "segment_hidden": SegmentHidden,
     "attention_x_hidden": AttentionXHidden,
+    "expected_attention": ExpectedAttention,
+    "compactor": Compactor,
+    "kvzip": KVzip,
     "fitted": Fitted,
     "oracle": Oracle,
 }

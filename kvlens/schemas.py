@@ -127,6 +127,7 @@ AUDIT_TABLES: dict[str, pa.Schema] = {
             ("side_bytes", pa.int64()),
             ("peak_bytes", pa.int64()),
             ("full_bytes", pa.int64()),
+            ("simulated", pa.bool_()),
             ("kept_tokens", pa.int64()),  # over all layers and KV heads
             ("kl_nats", pa.float64()),  # mean over the target's tokens
             ("next_token_agreement", pa.float64()),

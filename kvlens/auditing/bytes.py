@@ -78,8 +78,12 @@ def is_simulated(claimed_bytes: int, held: int, full_bytes: int) -> bool:
 # 4.
 
 
-def measured(work: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, Any]:
+def measured(
+    work: Callable[[], dict[str, Any]], device: torch.device, resident: Iterable[Tensor] = ()
+) -> dict[str, Any]:
     """What `work` gives (JSON values), with `peak_bytes` (None where this machine does not tell).
+
+    `resident` are tensors that were there before, such as the model's weights: they count as the start's.
 
     Raises: what a KvlensError of the work says; EnvironmentLacks where its process ended without an answer.
     Cost: a copy of the process's page table; the work runs on one thread, since threads do not survive the copy.
@@ -94,17 +98,17 @@ def measured(work: Callable[[], dict[str, Any]], device: torch.device) -> dict[s
         return found | {"peak_bytes": torch.cuda.max_memory_allocated(device) - before}
     if not hasattr(os, "fork") or not _CLEAR.exists():
         return work() | {"peak_bytes": None}
-    return _in_a_copy(work)
+    return _in_a_copy(work, list(resident))
 
 
-def _in_a_copy(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _in_a_copy(work: Callable[[], dict[str, Any]], resident: list[Tensor]) -> dict[str, Any]:
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads, which the copy does not use
         child = os.fork()
     if child == 0:
         os.close(reader)
-        _answer(work, writer)
+        _answer(work, writer, resident)
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as stream:
@@ -128,10 +132,12 @@ def _in_a_copy(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _answer(work: Callable[[], dict[str, Any]], writer: int) -> None:
+def _answer(work: Callable[[], dict[str, Any]], writer: int, resident: list[Tensor]) -> None:
     """The child's whole life: the work's answer, or what went wrong, goes into the pipe."""
     try:
         torch.set_num_threads(1)
+        for tensor in resident:  # pages of a file that was mapped are this process's own once it has read them
+            tensor.flatten()[:: max(1, 4096 // tensor.element_size())].sum()
         base = _start_of_peak()
         found = work()
         found["peak_bytes"] = None if base is None else max(0, _status("VmHWM") - base)

@@ -4,7 +4,8 @@
    left, what else it keeps, what it claims to hold, and a way to predict over it.
 2. `Full` keeps everything: the reference of every other row.
 3. `PolicyMethod` puts a policy on the model as `kvlens.apply` does. Its claim is what the policy says (`budget`, or the
-   mean of `allocate.table`) in keys and values, and the state that its scorer declares (claims.py).
+   mean of `allocate.table`) in keys and values, and the state that its scorer declares (claims.py). It evicts once, when
+   all of the context is seen, whatever trigger the policy names: so do all methods of an audit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,9 +37,11 @@ class Held:
 
     keys_values: Sequence[Tensor]
     state: Sequence[Tensor]
-    claimed_bytes: int
+    claimed_bytes: int  # keys and values, and the state that is declared
+    declared_bytes: int  # that state alone
     kept_tokens: int  # pairs of key and value that attention sees, over all layers and KV heads
-    predict: Callable[[Int[Tensor, "1 new"]], Float[Tensor, "1 new d_vocab"]]
+    # (new tokens, n) -> logits of the last n of them
+    predict: Callable[[Int[Tensor, "1 new"], int], Float[Tensor, "1 _ d_vocab"]]
 
 
 class Method(Protocol):
@@ -67,7 +71,7 @@ class Full:
         held = [part for pair in models.cache_layers(cache) for part in pair]
         n_bytes = sum(part.untyped_storage().nbytes() for part in held)
         kept = model.n_layers * model.n_kv_heads * ids.shape[1]
-        yield Held(held, (), n_bytes, kept, lambda new: models.logits(model, new, cache=cache))
+        yield Held(held, (), n_bytes, 0, kept, partial(_predict, model, cache))
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,8 @@ class PolicyMethod:
     @contextmanager
     def compressed(self, model: Model, ids: Int[Tensor, "1 seen"]) -> Iterator[Held]:
         """The cache that the policy leaves at the end of the prompt."""
-        with apply(self.policy, model, record=False) as run:
+        once = self.policy.model_copy(update={"trigger": f"every:{ids.shape[1]}"})  # not again after the target
+        with apply(once, model, record=False) as run:
             cache = models.new_cache(model)
             prefill(model, ids, cache)
             managed = [layer for layer in cache.layers if isinstance(layer, HeldLayer)]
@@ -95,13 +100,19 @@ class PolicyMethod:
             keys_values = [part for layer in cache.layers for part in (layer.keys, layer.values)]
             beside = [tensor for _, tensor in all_tensors(cache)]
             slides = sum(part.untyped_storage().nbytes() for layer in plain for part in (layer.keys, layer.values))
-            claimed = run.report().claimed_bytes + declared_bytes(self.policy, model, ids, run.facts) + slides
+            declared = declared_bytes(self.policy, model, ids, run.facts)
+            claimed = run.report().claimed_bytes + declared + slides
             positions = [] if ledger is None else [ledger.set_of(layer.index) for layer in managed]
             kept = sum(
                 int((held != EMPTY).sum()) * (1 if held.shape[1] == model.n_kv_heads else model.n_kv_heads)
                 for held in positions
             ) + len(plain) * model.n_kv_heads * ids.shape[1]
-            yield Held(keys_values, beside, claimed, kept, lambda new: models.logits(model, new, cache=cache))
+            predict = partial(_predict, model, cache)
+            yield Held(keys_values, beside, claimed, declared, kept, predict)
+
+
+def _predict(model: Model, cache: Any, new: Int[Tensor, "1 new"], last: int) -> Float[Tensor, "1 last d_vocab"]:
+    return models.logits(model, new, cache=cache, last=last)
 
 
 def prefill(model: Model, ids: Int[Tensor, "1 seen"], cache: Any) -> None:

@@ -2,7 +2,7 @@
 
 1. Settle methods and settings, load the model, read the texts (visibility.py); refuse what cannot work.
 2. Text by text: what the full cache predicts; then each method, in a process of its own (bytes.py): prefill, compress,
-   count bytes, predict the target over what is left. A method and a text are a part; a part that is there is not redone.
+   count bytes, predict the target over what is left. A method and a text are a part; one that is there is not redone.
    A method that cannot run, or raises half-way, says why; the others go on.
 3. Sum up: a row for each method and kind of visibility. The claim must hold on every text.
 """
@@ -82,9 +82,7 @@ def audit(
         policies, scorers, presses, keep_fraction=keep_fraction, sinks=sinks, recent=recent, enforce=enforce
     )
     read = asked(traces_of(traces, limit), question_last=question_last, chat=chat)
-    ready = start(
-        [trace for trace, _ in read], model, out, reading, device=device, dtype=dtype, attention=attention
-    )
+    ready = start([trace for trace, _ in read], model, out, reading, device=device, dtype=dtype, attention=attention)
     texts = cases(ready.everything, [apart for _, apart in read], question_last=question_last)
     check_budgets(settings, ready.model, texts)
     models.require_mask(ready.model)
@@ -117,7 +115,9 @@ class Job:
                 self.keys.append(key)
                 if not run.has_part("cases", key):
                     full = self._full(case) if full is None else full
-                    run.write_part("cases", key, {name: [value] for name, value in self.row(method, case, full).items()})
+                    run.write_part(
+                        "cases", key, {name: [value] for name, value in self.row(method, case, full).items()}
+                    )
                 done += 1
         self.progress(done, total)
         frames = [run.read_part("cases", key) for key in self.keys]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -24,10 +24,10 @@ from kvlens.auditing.methods import Held, PolicyMethod
 from kvlens.auditing.press_hooks import full_layers
 from kvlens.auditing.presses import PressMethod, claimed_bytes, visible
 from kvlens.model import Model
-from kvlens.policy import Policy, ScorerChoice
+from kvlens.policy import Allocate, Budget, Policy, Protect, ScorerChoice
 from kvlens.scorers.interface import Plain, Scorer, Views
 
-SHAPES = ("ragged", "padded", "uniform_cap")
+SHAPES: tuple[Literal["ragged", "padded", "uniform_cap"], ...] = ("ragged", "padded", "uniform_cap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Given(Plain):
 
     per_layer = True
 
-    def score(self, state: None, views: Views) -> Float[Tensor, "batch kv_head kept"]:
+    def score(self, _: None, views: Views) -> Float[Tensor, "batch kv_head kept"]:
         """The worth of every slot."""
         worth = self.worth[views.layer, views.kv_heads]
         place = views.positions.clamp(min=0).long().expand(-1, len(worth), -1)
@@ -61,7 +61,7 @@ class Enforced:
     """A press that marks, with what it marked evicted."""
 
     press: PressMethod
-    storage: str
+    storage: Literal["ragged", "padded", "uniform_cap"]
     source: str = "press"
 
     @property
@@ -75,12 +75,12 @@ class Enforced:
         counts, worth, claimed = self._decided(model, ids)
         policy = Policy(
             scorer=GivenChoice(name="given", made=Given(worth)),
-            budget={"tokens": int(counts.max())},
-            protect={"sinks": 0, "recent": 0},
+            budget=Budget(tokens=int(counts.max())),
+            protect=Protect(sinks=0, recent=0),
             trigger="prefill",
             reduce="head",
             storage=self.storage,
-            allocate={"name": "table", "table": counts.tolist()},
+            allocate=Allocate(name="table", table=tuple(map(tuple, counts.tolist()))),
         )
         with PolicyMethod(self.name, self.source, policy).compressed(model, ids) as held:
             yield replace(held, claimed_bytes=claimed + held.declared_bytes)
@@ -88,7 +88,7 @@ class Enforced:
     def _decided(
         self, model: Model, ids: Int[Tensor, "1 seen"]
     ) -> tuple[Int[Tensor, "layer kv_head"], Float[Tensor, "layer kv_head pos"], int]:
-        """1. How many slots each head keeps (1 at least), an order of its slots (kept ones first), the bytes claimed."""
+        """1. How many slots each head keeps (1 at least), its slots' order (kept ones first), the bytes claimed."""
         n_seen = ids.shape[1]
         counts = torch.full((model.n_layers, model.n_kv_heads), n_seen)
         order = torch.zeros(model.n_layers, model.n_kv_heads, n_seen, dtype=torch.float64, device=model.device)

@@ -4,14 +4,14 @@
    left, what else it keeps, what it claims to hold, and a way to predict over it.
 2. `Full` keeps everything: the reference of every other row.
 3. `PolicyMethod` puts a policy on the model as `kvlens.apply` does. Its claim is what the policy says (`budget`, or the
-   mean of `allocate.table`) in keys and values, and the state that its scorer declares (claims.py). It evicts once, when
-   all of the context is seen, whatever trigger the policy names: so do all methods of an audit.
+   mean of `allocate.table`) in keys and values, and the state that its scorer declares (claims.py). It evicts once,
+   when all of the context is seen, whatever trigger the policy names: so do all methods of an audit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -47,11 +47,19 @@ class Held:
 class Method(Protocol):
     """One row of an audit."""
 
-    name: str
-    source: str  # scorer | policy | press
-    storage: str
+    @property
+    def name(self) -> str:
+        """What it is called, once in an audit."""
 
-    def compressed(self, model: Model, ids: Int[Tensor, "1 seen"]) -> Any:
+    @property
+    def source(self) -> str:
+        """Where it is from: scorer, policy or press; none for the full cache."""
+
+    @property
+    def storage(self) -> str:
+        """The shape of its storage."""
+
+    def compressed(self, model: Model, ids: Int[Tensor, "1 seen"]) -> AbstractContextManager[Held]:
         """A block that offers the `Held` of a cache which saw these tokens; afterwards the model is as it was."""
 
 
@@ -103,10 +111,13 @@ class PolicyMethod:
             declared = declared_bytes(self.policy, model, ids, run.facts)
             claimed = run.report().claimed_bytes + declared + slides
             positions = [] if ledger is None else [ledger.set_of(layer.index) for layer in managed]
-            kept = sum(
-                int((held != EMPTY).sum()) * (1 if held.shape[1] == model.n_kv_heads else model.n_kv_heads)
-                for held in positions
-            ) + len(plain) * model.n_kv_heads * ids.shape[1]
+            kept = (
+                sum(
+                    int((held != EMPTY).sum()) * (1 if held.shape[1] == model.n_kv_heads else model.n_kv_heads)
+                    for held in positions
+                )
+                + len(plain) * model.n_kv_heads * ids.shape[1]
+            )
             predict = partial(_predict, model, cache)
             yield Held(keys_values, beside, claimed, declared, kept, predict)
 
@@ -119,5 +130,3 @@ def prefill(model: Model, ids: Int[Tensor, "1 seen"], cache: Any) -> None:
     """The tokens go through the model into the cache; nothing is predicted."""
     with torch.inference_mode(), fast_linear():
         models.hidden(model, ids, cache=cache)
-
-

@@ -69,7 +69,7 @@ def lent(model: Model) -> Iterator[None]:
     before = [{name: getattr(module, name) for name in LENT if hasattr(module, name)} for module in model.layers]
     try:
         for module, had in zip(model.layers, before, strict=True):
-            module.masked_key_indices = None
+            setattr(module, MARKS, None)
             if "rotary_emb" not in had:
                 module.rotary_emb = rotary
         yield

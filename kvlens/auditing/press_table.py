@@ -14,8 +14,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -110,7 +112,9 @@ def read_press(words: str) -> PressChoice:
         raise InputError(f"there is no press {name!r:.80}", hint)
     name = found.pop()
     if name in NEEDS_NETWORK:
-        raise InputError(f"{name} fetches {NEEDS_NETWORK[name]} over the network when it starts", "choose another press")
+        raise InputError(
+            f"{name} fetches {NEEDS_NETWORK[name]} over the network when it starts", "choose another press"
+        )
     if name in NOT_HERE:
         raise InputError(f"{name} cannot be audited: {NOT_HERE[name]}", "choose another press")
     return PressChoice(name, dict(_parameter(name, part) for part in parts))
@@ -150,6 +154,18 @@ def kvpress_module() -> Any:
             raise EnvironmentLacks(f"importing kvpress {version} failed: {error!s:.200}", extra("presses")) from error
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it kvpress logs errors alone: what it warns of (time, untested models) is no part of an audit."""
+    log = logging.getLogger("kvpress")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def make_press(choice: PressChoice, ratio: float) -> Any:
     """The press that evicts this share, by its own class.
 
@@ -165,7 +181,8 @@ def make_press(choice: PressChoice, ratio: float) -> Any:
     elif row.ratio is not None:
         settings = {row.ratio: row.scale(ratio)} | settings
     try:
-        return getattr(module, choice.name)(**settings)
+        with quiet():
+            return getattr(module, choice.name)(**settings)
     except (TypeError, AssertionError, ValueError) as error:
         raise InputError(f"press {choice.label} cannot be made: {error!s:.200}", "leave the parameter out") from error
 

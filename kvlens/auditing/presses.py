@@ -33,11 +33,12 @@ from kvlens.auditing.bytes import tensors_of
 from kvlens.auditing.kvzip_pass import kvzip_pass
 from kvlens.auditing.methods import AS_SHIPPED, Held, prefill
 from kvlens.auditing.press_hooks import MARKS, arguments_of, eager, full_layers, hooks, lent
-from kvlens.auditing.press_table import PRESSES, PressChoice, kvpress_module, make_press, reads_attention
+from kvlens.auditing.press_table import PRESSES, PressChoice, kvpress_module, make_press, quiet, reads_attention
 from kvlens.model import Model
 from kvlens.policy import Protect
 from kvlens.runtime.budget import fraction_tokens
 from kvlens.runtime.evict import choose, protected
+
 
 @dataclass(frozen=True)
 class PressMethod:
@@ -67,9 +68,10 @@ class PressMethod:
             layers = models.cache_layers(cache)
             masks = {index: visible(model, index, n_seen) for index in full_layers(model)}
             marks = [tensor for module in model.layers for tensor in tensors_of(getattr(module, MARKS, None))]
+            seen = [masks.get(index) for index in range(model.n_layers)]
             kept = sum(
-                keys.shape[2] * model.n_kv_heads if masks.get(index) is None else int(masks[index].sum())
-                for index, (keys, _) in enumerate(layers)
+                keys.shape[2] * model.n_kv_heads if mask is None else int(mask.sum())
+                for mask, (keys, _) in zip(seen, layers, strict=True)
             )
             states = [part for pair in layers for part in pair]
             claimed = claimed_bytes(model, press.compression_ratio, n_seen)
@@ -86,6 +88,7 @@ class PressMethod:
         worth: Any = {}
         with ExitStack() as stack:
             stack.enter_context(lent(model))
+            stack.enter_context(quiet())
             if reads_attention(self.choice):
                 stack.enter_context(eager(model))
             if hasattr(press, "score_kvzip"):
@@ -95,11 +98,11 @@ class PressMethod:
                 press.post_init_from_model(model.hf)
                 if PRESSES[self.choice.name].marks:
                     worth = stack.enter_context(overheard(press.press))
-                with hooks(model, partial(self._after, press, cache, model)):
+                with hooks(model, partial(self._after, press, cache)):
                     prefill(model, ids, cache)
             yield press, cache, worth
 
-    def _after(self, press: Any, cache: Any, model: Model, index: int, module: nn.Module, called: Any) -> None:
+    def _after(self, press: Any, cache: Any, index: int, module: nn.Module, called: tuple[Any, ...]) -> None:
         """1. to 3. for one layer; `called` are what entered it, its keywords, and its attention weights."""
         hidden, kwargs, attention = called
         layer = cache.layers[index]
@@ -134,7 +137,7 @@ def overheard(press: Any) -> Iterator[dict[int, Tensor]]:
     found: dict[int, Tensor] = {}
     score = press.score
 
-    def noted(module: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
+    def noted(module: Any, *arguments: Any, **keywords: Any) -> Tensor:
         scores: Tensor = score(module, *arguments, **keywords)
         found[int(module.layer_idx)] = scores.clone()  # the press that asked writes into them
         return scores
@@ -169,7 +172,7 @@ def visible(model: Model, index: int, n_seen: int) -> Bool[Tensor, "kv_head seen
 def predict(
     model: Model, cache: Any, masks: dict[int, Tensor | None], n_seen: int, new: Int[Tensor, "1 new"], last: int
 ) -> Float[Tensor, "1 last d_vocab"]:
-    """Logits of the last `last` new tokens; new tokens see every slot held but the marked ones, and one another causally."""
+    """Logits of the last `last` new tokens, all of which see the slots held but for marked ones, and one another."""
     n_new = new.shape[1]
     positions = torch.arange(n_seen, n_seen + n_new, device=new.device)
     causal = torch.ones(n_new, n_new, dtype=torch.bool, device=new.device).tril()

@@ -20,13 +20,16 @@ from kvlens.auditing.presses import PressMethod
 from kvlens.auditing.visibility import Case
 from kvlens.errors import InputError
 from kvlens.model import Model
-from kvlens.policy import Policy, Protect
+from kvlens.policy import Budget, Policy, Protect, ScorerChoice
 from kvlens.policy_file import check_model, read_policy
 from kvlens.runtime import budget
 from kvlens.scorers import table
 
 ALL = "all"
-NOT_BY_NAME = {"fitted": "it has no weights of its own: give its policy file", "oracle": "it replays labels: offline only"}
+NOT_BY_NAME = {
+    "fitted": "it has no weights of its own: give its policy file",
+    "oracle": "it replays labels: offline only",
+}
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,12 @@ def _scorer(words: str, keep_fraction: float, protect: Protect) -> PolicyMethod:
     if words in NOT_BY_NAME:
         raise InputError(f"scorer {words} cannot be audited by name: {NOT_BY_NAME[words]}", "choose another scorer")
     scorer = table.make(words, {})
-    reduce = "head" if scorer.per_layer and scorer.second_pass is None else "all"
     policy = Policy(
-        scorer={"name": words}, budget={"keep_fraction": keep_fraction}, protect=protect, trigger="prefill", reduce=reduce
+        scorer=ScorerChoice(name=words),
+        budget=Budget(keep_fraction=keep_fraction),
+        protect=protect,
+        trigger="prefill",
+        reduce="head" if scorer.per_layer and scorer.second_pass is None else "all",
     )
     return PolicyMethod(words, "scorer", policy)
 

@@ -73,7 +73,8 @@ def _split(trace: Trace) -> Trace:
     """The trace with the last sentence of its prompt at the head of what follows."""
     if trace.text is not None:
         raise InputError(
-            f"trace {trace.id!r} is a whole text that asks nothing", "give it questions with targets, or prompt and target"
+            f"trace {trace.id!r} is a whole text that asks nothing",
+            "give it questions with targets, or prompt and target",
         )
     bare = trace.prompt.rstrip()
     starts = [start for start in _sentence_starts(bare) if start > 0]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -44,6 +44,7 @@ class Held:
     predict: Callable[[Int[Tensor, "1 new"], int], Float[Tensor, "1 _ d_vocab"]]
 
 
+@runtime_checkable
 class Method(Protocol):
     """One row of an audit."""
 

@@ -73,6 +73,8 @@ class PressMethod:
                 keys.shape[2] * model.n_kv_heads if mask is None else int(mask.sum())
                 for mask, (keys, _) in zip(seen, layers, strict=True)
             )
+            for module in model.layers:  # where somebody imported kvpress plainly, its attention would write fake keys
+                setattr(module, MARKS, None)
             states = [part for pair in layers for part in pair]
             claimed = claimed_bytes(model, press.compression_ratio, n_seen)
             own = [*tensors_of(press), *marks]

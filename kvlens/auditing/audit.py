@@ -26,7 +26,7 @@ from kvlens.auditing.methods import Full, Method
 from kvlens.auditing.rows import document
 from kvlens.auditing.settings import Settings, check_budgets, settle
 from kvlens.auditing.visibility import Case, asked, cases
-from kvlens.errors import KvlensError
+from kvlens.errors import InputError, KvlensError
 from kvlens.loading import Run
 from kvlens.model import Model
 from kvlens.policy import Policy
@@ -78,6 +78,8 @@ def audit(
     """
     reading: dict[str, Any] = {"target_tokens": target_tokens, "chat": chat, "beyond_context": beyond_context}
     check_values({**reading, "seed": seed})
+    if type(question_last) is not bool:
+        raise InputError(f"question_last {question_last!r:.40} is neither true nor false", "leave it out for false")
     settings = settle(
         policies, scorers, presses, keep_fraction=keep_fraction, sinks=sinks, recent=recent, enforce=enforce
     )

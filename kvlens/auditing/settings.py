@@ -71,6 +71,10 @@ def settle(
     """The settings. Raises: InputError for what is not known or does not go together; EnvironmentLacks for presses
     where kvpress is not installed.
     """
+    if type(enforce) is not bool:
+        raise InputError(f"enforce {enforce!r:.40} is neither true nor false", "leave it out for false")
+    policies, scorers = _several(policies, "policies", (str, Path, Policy)), _several(scorers, "scorers", (str,))
+    presses = _several(presses, "presses", (str,))
     if not policies and not scorers and not presses:
         raise InputError("an audit of nothing", "name methods: --scorer all, --press all, --policy FILE")
     if keep_fraction is None and (scorers or presses):
@@ -91,10 +95,16 @@ def settle(
     return Settings(keep_fraction, protect, tuple(methods), version)
 
 
+def _several(asked: Any, what: str, kinds: tuple[type, ...]) -> list[Any]:
+    """What was asked for as a list; one alone will do."""
+    found = [asked] if isinstance(asked, kinds) else list(asked) if isinstance(asked, (list, tuple)) else None
+    if found is None or not all(isinstance(one, kinds) for one in found):
+        raise InputError(f"{what} {asked!r:.80} name no methods", f"give a list, such as {what}=['all']")
+    return found
+
+
 def _expand(asked: Sequence[str], every: Iterable[str]) -> list[str]:
     """The words asked for, each once, with `all` unfolded."""
-    if isinstance(asked, str):
-        asked = [asked]
     return list(dict.fromkeys(one for words in asked for one in (every if words == ALL else [words])))
 
 

@@ -34,7 +34,7 @@ MARKING = [name for name, row in PRESSES.items() if row.marks]
 SMALL = {
     "SnapKVPress": "window_size=4", "PyramidKVPress": "window_size=4", "LagKVPress": "lag_size=8",
     "SimLayerKVPress": "n_recent=16", "LeverageScorePress": "sketch_dimension=4",
-    "CompactorPress": "sketch_dimension=4", "ThinKPress": "window_size=4", "ChunkPress": "press=KnormPress", "ChunkKVPress": "chunk_length=8:press=KnormPress",
+    "CompactorPress": "sketch_dimension=4", "ThinKPress": "window_size=4", "ChunkPress": "press=KnormPress", "ChunkKVPress": "chunk_length=5:press=KnormPress",
     "BlockPress": "press=KnormPress", "CriticalKVPress": "press=KnormPress", "AdaKVPress": "press=KnormPress",
     "CriticalAdaKVPress": "press=KnormPress", "KeyRerotationPress": "press=KnormPress",
 }  # fmt: skip

@@ -35,8 +35,8 @@ EXPORT = (
 )
 GENERATE = "policy budget_tokens budget_bytes keep_fraction temperature seed chat report events device dtype attention"
 AUDIT = (
-    "policies scorers presses keep_fraction sinks recent question_last enforce chat target_tokens device dtype attention "
-    "seed limit beyond_context force out model traces"
+    "policies scorers presses keep_fraction sinks recent question_last enforce chat target_tokens device dtype "
+    "attention seed limit beyond_context force out model traces"
 )
 TRACES = "max_new_tokens temperature chat grade seed limit force"
 FILE = {

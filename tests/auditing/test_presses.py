@@ -31,13 +31,17 @@ from kvlens.policy import Protect
 pytestmark = pytest.mark.skipif(find_spec("kvpress") is None, reason="the extra `presses` is not installed")
 PROTECT = Protect(sinks=2, recent=3)
 MARKING = [name for name, row in PRESSES.items() if row.marks]
-SMALL = {
-    "SnapKVPress": "window_size=4", "PyramidKVPress": "window_size=4", "LagKVPress": "lag_size=8",
-    "SimLayerKVPress": "n_recent=16", "LeverageScorePress": "sketch_dimension=4",
-    "CompactorPress": "sketch_dimension=4", "ThinKPress": "window_size=4", "ChunkPress": "press=KnormPress", "ChunkKVPress": "chunk_length=5:press=KnormPress",
-    "BlockPress": "press=KnormPress", "CriticalKVPress": "press=KnormPress", "AdaKVPress": "press=KnormPress",
-    "CriticalAdaKVPress": "press=KnormPress", "KeyRerotationPress": "press=KnormPress",
-}  # fmt: skip
+INNER = ("Chunk", "Block", "CriticalKV", "AdaKV", "CriticalAdaKV", "KeyRerotation")
+SMALL = {f"{name}Press": "press=KnormPress" for name in INNER} | {
+    "SnapKVPress": "window_size=4",
+    "PyramidKVPress": "window_size=4",
+    "ThinKPress": "window_size=4",
+    "LagKVPress": "lag_size=8",
+    "SimLayerKVPress": "n_recent=16",
+    "LeverageScorePress": "sketch_dimension=4",
+    "CompactorPress": "sketch_dimension=4",
+    "ChunkKVPress": "chunk_length=5:press=KnormPress",
+}
 
 
 def method(name: str, keep: float = 0.5) -> PressMethod:

@@ -24,6 +24,7 @@ _PUBLIC = {
     "export": "kvlens.exporting:export",
     "apply": "kvlens.runtime.apply:apply",
     "generate": "kvlens.runtime.generate:generate",
+    "audit": "kvlens.auditing.audit:audit",
     "Policy": "kvlens.policy:Policy",
     "PolicyFile": "kvlens.policy_file:PolicyFile",
     "read_policy": "kvlens.policy_file:read_policy",

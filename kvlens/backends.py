@@ -2,6 +2,7 @@
 
 1. `backend_called`: for a while, a function of ours under a name that no backend has.
 2. `own_backend`: what an attention module calls now; `causal_backend`: FlashAttention, where the model uses it.
+3. `table_kept`: after a block the table is what it was, whatever a package that was imported there put into it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,22 @@ def backend_called(name: str, function: AttentionFunction) -> Iterator[None]:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[name]
+
+
+@contextmanager
+def table_kept() -> Iterator[None]:
+    """A block after which every backend's name stands for the function it stood for before."""
+    before = dict(ALL_ATTENTION_FUNCTIONS.items())
+    try:
+        yield
+    finally:
+        for name in list(ALL_ATTENTION_FUNCTIONS):
+            if ALL_ATTENTION_FUNCTIONS[name] is not before.get(name):
+                with suppress(KeyError):  # what was set here lies over the library's own, which shows again
+                    del ALL_ATTENTION_FUNCTIONS[name]
+        for name, function in before.items():
+            if name not in ALL_ATTENTION_FUNCTIONS or ALL_ATTENTION_FUNCTIONS[name] is not function:
+                ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 def own_backend(module: Any) -> AttentionFunction:

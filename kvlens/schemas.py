@@ -24,6 +24,7 @@ RANKING = "kvlens.ranking/1"
 AGREEMENT = "kvlens.agreement/1"
 CEILINGS = "kvlens.ceilings/1"
 SURPRISE = "kvlens.surprise/1"
+AUDIT = "kvlens.audit/1"
 
 
 LABELS_TABLES: dict[str, pa.Schema] = {
@@ -110,6 +111,32 @@ SURPRISE_TABLES: dict[str, pa.Schema] = {
     ),
 }
 
+# A row for each method and each text it was tried on; `audit.json` sums them up. A method that could not run has none.
+AUDIT_TABLES: dict[str, pa.Schema] = {
+    "cases": schema_of(
+        [
+            ("method", pa.string()),
+            ("trace_id", pa.string()),
+            ("visibility", pa.string()),  # query_aware | query_agnostic
+            ("n_seen", pa.int32()),  # tokens held when the method compressed
+            ("n_target", pa.int32()),
+        ],
+        [
+            ("claimed_bytes", pa.int64()),
+            ("physical_bytes", pa.int64()),
+            ("side_bytes", pa.int64()),
+            ("peak_bytes", pa.int64()),
+            ("full_bytes", pa.int64()),
+            ("simulated", pa.bool_()),
+            ("kept_tokens", pa.int64()),  # over all layers and KV heads
+            ("kl_nats", pa.float64()),  # mean over the target's tokens
+            ("next_token_agreement", pa.float64()),
+            ("seconds", pa.float64()),
+            ("refused", pa.string()),  # why it did not run on this text
+        ],
+    )
+}
+
 RANKING_TABLES: dict[str, pa.Schema] = {
     "ranking": schema_of(
         [
@@ -156,6 +183,7 @@ SCHEMAS: dict[str, dict[str, pa.Schema]] = {
     AGREEMENT: AGREEMENT_TABLES,
     CEILINGS: CEILINGS_TABLES,
     SURPRISE: SURPRISE_TABLES,
+    AUDIT: AUDIT_TABLES,
 }
 
 # What a run writes besides tables: `NAME.json`, each a document with its own schema.
@@ -164,6 +192,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     RANKING: ("fitted",),
     AGREEMENT: ("agreement",),
     CEILINGS: ("summary",),
+    AUDIT: ("audit",),
 }
 
 

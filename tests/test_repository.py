@@ -70,7 +70,7 @@ def test_every_dependency_is_pinned_to_a_version_its_range_allows() -> None:
     pins = dict(line.split("==") for line in read("constraints.txt").splitlines() if line and not line.startswith("#"))
     project = tomllib.loads(read("pyproject.toml"))["project"]
     extras = project["optional-dependencies"]
-    listed = [project["dependencies"], *(extras[name] for name in ("lens", "notebook", "dev"))]
+    listed = [project["dependencies"], *(extras[name] for name in ("lens", "notebook", "presses", "dev"))]
     wanted = [Requirement(line) for lines in listed for line in lines]
     assert {canonicalize_name(requirement.name) for requirement in wanted} == set(pins)
     wrong = [

@@ -34,6 +34,10 @@ EXPORT = (
     "budget_bytes keep_fraction out model"
 )
 GENERATE = "policy budget_tokens budget_bytes keep_fraction temperature seed chat report events device dtype attention"
+AUDIT = (
+    "policies scorers presses keep_fraction sinks recent question_last enforce chat target_tokens device dtype "
+    "attention seed limit beyond_context force out model traces"
+)
 TRACES = "max_new_tokens temperature chat grade seed limit force"
 FILE = {
     "schema": "kvlens.policy/1",
@@ -100,6 +104,9 @@ def calls(folder: Path) -> dict[str, Callable[[Any], object]]:
         usual = {"traces": texts, "model": model, "out": folder / "surprise", "variants": "fast"}
         usual |= {"budget": 24} if option in ("every", "frozen", "recent") else {}
         found[f"surprise {option}"] = by_name(kvlens.surprise, option, **usual)
+    for option in AUDIT.split():
+        usual = {"traces": texts, "model": model, "out": folder / "audit", "scorers": ["random"], "keep_fraction": 0.9}
+        found[f"audit {option}"] = by_name(kvlens.audit, option, **usual)
     for option in (*TRACES.split(), "out", "prompts"):
         usual = {"prompts": texts, "model": model, "out": folder / "own.jsonl", "max_new_tokens": 2}
         found[f"traces {option}"] = by_name(kvlens.traces, option, **usual)

@@ -43,6 +43,7 @@ VERBS = (
     Verb("surprise", "kvlens.cli.surprise", "Score tokens by what the future cannot predict, and evict by it."),
     Verb("export", "kvlens.cli.export", "Write a policy file from a finding, or from named parameters."),
     Verb("generate", "kvlens.cli.generate", "Let a model write under a policy that really evicts."),
+    Verb("audit", "kvlens.cli.audit", "Compare what methods claim to hold with what they hold, and what it costs."),
     Verb(
         "inspect",
         "kvlens.cli.inspect",

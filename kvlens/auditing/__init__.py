@@ -1,0 +1,1 @@
+"""What a method claims and what it holds: `audit.py` first."""

@@ -1,0 +1,64 @@
+"""How many bytes does a policy say its own state takes? Computed from parameters and shapes, never from what it held.
+
+1. The scorer is shown as many tokens as the text has, all of them zeros of the model's shapes and dtype.
+2. It is told that the first ones of them stay, as many as the budget holds.
+3. The state it then has, and the positions of what stays, are what the policy declares beside keys and values.
+
+So a runtime that keeps more than this (an old storage behind a view, rows that should have left) breaks its claim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvlens.auditing.bytes import storage_bytes
+from kvlens.model import Model
+from kvlens.policy import Policy
+from kvlens.runtime import budget
+from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, VALUES, Facts, Kept, Seen, select, tensors
+
+
+def declared_bytes(policy: Policy, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) -> int:
+    """Bytes of the state and the positions that this policy keeps beside keys and values.
+
+    Cost: what the scorer's `observe` costs for one pass.
+    """
+    n_seen = ids.shape[1]
+    prompt = torch.tensor([n_seen], device=ids.device)
+    limits = budget.budgets(policy, budget.fixed_tokens(policy, model, facts.layers), prompt, facts.layers)
+    widths = [min(n_seen, int(limit.max())) for limit in limits]
+    heads = facts.n_kv_heads if policy.reduce == "head" and n_seen > min(widths) else 1
+    kept = [torch.arange(width, device=ids.device, dtype=torch.int32).expand(1, heads, -1) for width in widths]
+    scorer = policy.scorer.make()
+    state = scorer.observe(scorer.init(facts), _zeros(scorer, model, ids, facts))  # 1.
+    if n_seen > min(widths):
+        state = select(state, Kept(kept, [positions.long() for positions in kept]))  # 2.
+    counts = 2 * prompt.element_size()  # how many tokens came, and how many of them are prompt
+    positions = sum(positions.numel() * positions.element_size() for positions in kept)
+    return storage_bytes(tensor for _, tensor in tensors(state)) + positions + counts  # 3.
+
+
+def _zeros(scorer: Any, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) -> Seen:
+    n = ids.shape[1]
+
+    def made(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=ids.device)
+
+    def by_layer(name: str, *shape: int, dtype: torch.dtype = model.dtype) -> dict[int, Tensor]:
+        return {layer: made(*shape, dtype=dtype) for layer in facts.layers} if name in scorer.needs else {}
+
+    hidden = {layer: made(1, n, model.d_model) for layer in scorer.hidden_layers(facts)}
+    return Seen(
+        positions=torch.arange(n, device=ids.device)[None],
+        in_prompt=True,
+        keys=by_layer(KEYS, 1, facts.n_kv_heads, n, facts.d_head),
+        values=by_layer(VALUES, 1, facts.n_kv_heads, n, facts.d_head),
+        hidden=hidden if HIDDEN in scorer.needs else {},
+        queries=by_layer(QUERIES, 1, facts.n_heads, min(n, scorer.n_queries), facts.d_head),
+        received=by_layer(RECEIVED, 1, facts.n_kv_heads, n, dtype=torch.float32),
+        ids=ids if IDS in scorer.needs else None,
+    )

@@ -114,7 +114,7 @@ def of_layer(
             keys, values = (part[None, None] for part in layer.pair(row, head))
             place = slice(row, row + 1), slice(head, head + 1)
             views = Views(index, held[row, head][real][None, None], keys, values, *place, rule)
-            scores[row, head, real] = ledger.scorer.score(ledger.state, views)[0, 0].double()
+            scores[row, head, real] = ledger.scorer.score(ledger.state, views)[0, 0].to(held.device, torch.float64)
     return scores
 
 

@@ -84,18 +84,19 @@ class SnapKV(Plain):
         """2. to 4."""
         if state.queries is None or state.positions is None or views.rule is None:
             return views.positions.new_full(views.positions.shape, torch.nan, dtype=torch.float32)
-        queries = state.queries[views.rows, state.layers.index(views.layer)].to(views.keys.device)
-        asking, n_kv_heads, group = state.positions[views.rows], views.keys.shape[1], state.group
+        device, n_kv_heads, group = views.keys.device, views.keys.shape[1], state.group
+        queries = state.queries[views.rows, state.layers.index(views.layer)].to(device)
+        asking, positions = state.positions[views.rows].to(device), views.positions.to(device)
         if views.kv_heads.start is not None:  # one KV head is shown: the queries of its group
             queries = queries[:, views.kv_heads.start * group :][:, : n_kv_heads * group]
-        hidden = unseen(views.positions, asking)
+        hidden = unseen(positions, asking)
         if hidden.shape[1] > 1:
             hidden = hidden.repeat_interleave(group, 1)
         weights = weights_without(wide(queries), wide(views.keys), views.rule, hidden)[0].masked_fill_(hidden, 0.0)
         n_asking = (asking != EMPTY).sum(-1).clamp(min=1)[:, None, None]
         mean = weights.sum(2).reshape(len(asking), n_kv_heads, group, -1).mean(2) / n_asking
         since = asking.masked_fill(asking == EMPTY, torch.iinfo(asking.dtype).max).amin(-1)[:, None, None]
-        judged = ((views.positions != EMPTY) & (views.positions < since)).expand(mean.shape)
+        judged = ((positions != EMPTY) & (positions < since)).expand(mean.shape)
         return _pooled(mean, judged, self.pool).masked_fill(~judged, torch.nan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import torch
 import kvlens
 from kvlens.cli import app
 from kvlens.errors import InputError
+from kvlens.policy_file import PolicyFile
 from kvlens.runtime.generate import EVENTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +211,38 @@ def test_report_and_events_are_written(
     assert capsys.readouterr() == (f"{report}\n{events}\n", "")
     assert app.main([*words(model, PROMPT, "--policy", str(policy)), "--quiet"]) == 0  # it wrote no file
     assert capsys.readouterr() == ("", "")
+
+
+def test_pitfall_38_a_report_says_all_that_it_takes_to_write_the_text_again(
+    capsys: pytest.CaptureFixture[str], model: Path, policy: Path, tmp_path: Path
+) -> None:
+    asked = [PROMPT, "--policy", str(policy), "--keep-fraction", "0.4", "--chat", "--temperature", "1.5", "--seed", "3"]
+    asked += ["--dtype", "bfloat16", "--attention", "eager"]
+    assert app.main([*words(model, *asked, "--report", str(tmp_path / "r.json")), "--quiet"]) == 0
+    said = json.loads((tmp_path / "r.json").read_text())
+    assert {"kvlens", "python", "torch", "transformers", "tokenizers"} <= said["versions"].keys()
+    assert said["versions"]["torch"] == torch.__version__
+    assert said["versions"]["kvlens"] == kvlens.__version__
+    assert (said["device"], said["dtype"], said["attention"]) == ("cpu", "bfloat16", "eager")
+    at_hand = tiny_runs.model(max_position_embeddings=128)
+    assert said["model"]["fingerprint"] == at_hand.fingerprint
+    assert said["prompt_sha256"] == hashlib.sha256(PROMPT.encode()).hexdigest()
+    assert said["template_sha256"] == hashlib.sha256(tiny_tokenizers.CHAT_TEMPLATE.encode()).hexdigest()
+    assert {"physical_bytes", "full_bytes", "held_bytes", "side_bytes", "claimed_bytes"} <= said["report"].keys()
+    names = ("max_new_tokens", "temperature", "seed", "chat", "beyond_context", "device", "dtype", "attention")
+    again = kvlens.generate(
+        PROMPT,
+        said["model"]["name"],
+        policy=PolicyFile(**said["policy"]),
+        **{name: said[name] for name in names},
+    )
+    assert (again.ids, again.text, again.n_prompt) == (said["ids"], said["text"], said["n_prompt"])
+    kept = again.document()["report"]
+    assert {name: kept[name] for name in kept if not name.endswith("seconds")} == {
+        name: value for name, value in said["report"].items() if not name.endswith("seconds")
+    }
+    plain = document(capsys, model, PROMPT, n=4)
+    assert (plain["template_sha256"], plain["prompt_sha256"]) == (None, said["prompt_sha256"])
 
 
 def test_events_are_only_kept_where_asked_for(model: Path, policy: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def check_any(model: Model, prompt: list[int], ids: list[int], at_once: int, *, 
     """What is told is what `text_of` says and, where decoding never changes what stands before, the whole decoded."""
     speaker, heard = told(model, prompt, ids, at_once=at_once)
     assert heard[-1] == speaker.text_of(ids)
-    assert all(later.startswith(earlier) for earlier, later in zip(heard, heard[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
     assert not heard[-1].endswith(CUT_OFF)
     if stable:
         kept = [i for i in ids if i not in speaker.stops]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eviction import padded, policy, step_of_each, streamed_logits, uneven, visibility
+from eviction import MANAGED, padded, policy, step_of_each, streamed_logits, uneven, visibility
 from tiny import FAMILIES, gemma2, gpt_oss, token_ids
 
 from kvlens import model as models
@@ -18,14 +18,8 @@ from kvlens.runtime.cache import EMPTY, ledger_of
 from kvlens.runtime.refresh import of_layer
 
 MADE = FAMILIES | {"gemma2": gemma2, "gpt_oss": gpt_oss}  # a soft cap; a learned sink
-FAMILIES_ASKED = [
-    "gemma2",
-    "gpt_oss",
-    "llama",
-    "gemma3",
-    "gpt2",
-    "llama_6_over_3",
-]  # gemma3: scaling that is not 1/sqrt(d_head)
+# qwen3, olmo2: queries and keys are normalised; gemma3: that, and scaling that is not 1/sqrt(d_head)
+FAMILIES_ASKED = ["gemma2", "gpt_oss", *MANAGED]
 CHUNKS = [[30], [12, 10, *[1] * 8], [*[5] * 4, *[1] * 10]]
 
 
@@ -138,7 +132,7 @@ def test_h2o_sums_go_on_over_what_is_held(name: str, shape: str) -> None:
 
 @pytest.mark.parametrize("pool", [1, 5])
 @pytest.mark.parametrize("shape", ["whole", "uniform", "ragged", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "llama_6_over_3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "llama_6_over_3"])
 def test_pitfalls_19_26_snapkv_is_what_the_last_queries_gave(name: str, shape: str, pool: int) -> None:
     model, ids, chunks = made(name), token_ids(36), [14, 12, 9, 1]
     if name == "gemma2" and shape == "ragged":
@@ -168,6 +162,20 @@ def over_held(weights: torch.Tensor, held: list[int], window: int) -> torch.Tens
     found[:, -window:] = found[:, -window:].masked_fill(~kept, 0.0)
     found[:, -window:] /= found[:, -window:].sum(-1, keepdim=True)
     return found
+
+
+@pytest.mark.parametrize("name", FAMILIES_ASKED)
+def test_pitfall_26_snapkv_asks_as_the_model_does(name: str) -> None:
+    model, ids = made(name), token_ids(30)
+    with apply(policy("snapkv", parameters={"window": 6, "pool": 1}, tokens=100), model) as run:
+        streamed_logits(model, ids, [20, 8, 1, 1])
+    weights = eager_weights(model, ids[0], None)
+    for layer, (_, scores) in held_and_scores(run).items():
+        for head in range(model.n_kv_heads):
+            group = model.n_heads // model.n_kv_heads
+            wanted = snapkv_by_hand(weights[layer], list(range(30)), head, group, 6, 1)
+            found = scores[0, head].double()
+            torch.testing.assert_close(found, torch.tensor(wanted).double(), atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 def test_snapkv_of_a_text_within_its_window_judges_nothing() -> None:

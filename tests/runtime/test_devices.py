@@ -58,7 +58,7 @@ def scored(name: str, away: Any) -> list[torch.Tensor]:
         positions, slots = torch.cat([positions, fresh], 1), slots + new
         keys, values = by_layer(10, KV_HEADS, slots, D_HEAD), by_layer(20, KV_HEADS, slots, D_HEAD)
         parts = [{layer: part[layer][:, :, -new:] for layer in FACTS.layers} for part in (keys, values)]
-        hidden = {layer: state for layer, state in by_layer(30 + first, new, 32).items()}
+        hidden = by_layer(30 + first, new, 32)
         queries, got = by_layer(40 + first, HEADS, new, D_HEAD), by_layer(50, KV_HEADS, slots)
         ids = torch.randint(9, (BATCH, new), generator=torch.Generator().manual_seed(1))
         state = scorer.observe(state, Seen(fresh, not first, *parts, hidden, queries, got, ids))

@@ -16,6 +16,8 @@ from kvlens.model import Model
 from kvlens.runtime.apply import Run, apply
 from kvlens.runtime.cache import EMPTY, ledger_of
 from kvlens.runtime.refresh import of_layer
+from kvlens.scorers import table
+from kvlens.scorers.interface import Facts, Seen
 
 MADE = FAMILIES | {"gemma2": gemma2, "gpt_oss": gpt_oss}  # a soft cap; a learned sink
 # qwen3, olmo2: queries and keys are normalised; gemma3: that, and scaling that is not 1/sqrt(d_head)
@@ -195,6 +197,21 @@ def test_snapkv_carries_no_more_queries_than_its_window() -> None:
         assert state.positions.tolist() == [[n + 2, n + 3, n + 4, n + 5], [n - 7, n - 6, n - 5, n - 4]]
         sizes[n] = state.queries.untyped_storage().nbytes()
     assert sizes[20] == sizes[60] == 2 * 3 * 4 * 4 * 8 * 4  # rows, layers, heads, queries, d_head, bytes
+
+
+def test_snapkv_carries_each_rows_own_last_queries_where_padding_stands_between() -> None:
+    scorer = table.make("snapkv", {"window": 4})
+    state, came = (
+        scorer.init(Facts(1, 4, 2, 8, (0,))),
+        torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0)),
+    )
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, EMPTY, 2, 3, EMPTY, EMPTY, 4, EMPTY]])
+    for start, stop in ((0, 5), (5, 8), (8, 9)):
+        new = slice(max(start, stop - 4), stop)  # as many as it says that it reads
+        state = scorer.observe(state, Seen(positions[:, start:stop], True, queries={0: came[:, :, new]}))
+    assert state.positions.tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert torch.equal(state.queries[0, 0], came[0, :, 5:])
+    assert torch.equal(state.queries[1, 0], came[1][:, [1, 3, 4, 7]])
 
 
 @pytest.mark.parametrize("width", [0, 2, -1])

@@ -388,6 +388,8 @@ def test_oracle_replays_what_it_was_given(model: Model) -> None:
     views = Views(0, torch.tensor([[[3, 4, 5]], [[-1, 9, 30]]], dtype=torch.int32), keys, keys)
     found = table.make("oracle", chosen.scorer.parameters).score(None, views)
     assert found.nan_to_num(7.0).tolist() == [[[0.5, 7.0, -1.0]], [[7.0, 2.0, 9.0]]]
+    close = table.make("oracle", {"positions": [3, 4], "scores": [1.0, 1.0 + 1e-12]})
+    assert float(close.score(None, views)[0, 0, :2].diff()) > 0  # float32 would tie them
     assert table.make("oracle", chosen.scorer.parameters).offline
     assert not table.make("random", {}).offline
 

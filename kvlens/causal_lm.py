@@ -84,8 +84,8 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's weights."""
-        return next(self.hf.parameters()).device
+        """The device of the model's weights; of the first that runs where they lie on several, or come when asked."""
+        return device_of(self.hf)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,6 +96,16 @@ class Model:
     def decoder(self) -> Any:
         """The part from token ids to final-normed hidden states."""
         return self.hf.get_decoder()
+
+
+def device_of(hf_model: nn.Module) -> torch.device:
+    """Where a model takes its input: where its first weights are, or where accelerate brings them for a call."""
+    first = next(hf_model.parameters()).device
+    if first.type == "meta":
+        hooks = (getattr(module, "_hf_hook", None) for module in hf_model.modules())
+        places = (getattr(hook, "execution_device", None) for hook in hooks)
+        return next((torch.device(place) for place in places if place is not None), first)
+    return first
 
 
 def fingerprint_of(hf_model: Any, name: str, weights_hash: str | None = None) -> str:

@@ -11,6 +11,7 @@ A run whose verdict is "no band" exports nothing: VerdictNo, exit 1.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -65,10 +66,10 @@ def export(
         budget_tokens, budget_bytes, keep_fraction: one of them; 512 tokens where none is given.
         program: also write the decode-time scorer here, as a program of torch.export (scorers/program.py); needs
             `model`.
-        force: replace what `out` holds.
+        force: replace what `out` and `program` hold.
 
     Raises: VerdictNo for a run that found nothing to export; InputError for what is no source, no method, no policy,
-        for `oracle`, and where `out` holds something else.
+        for `oracle`, and where `out` or `program` holds something else.
     Cost: none without `model`, whose weights are read for their fingerprint.
     """
     target = as_path(out, "output")
@@ -79,8 +80,7 @@ def export(
     choice = ScorerChoice(name=found.scorer, parameters=found.parameters | given)
     made = choice.make()
     loaded = _loaded(model)
-    if program is not None:
-        _write_program(program, choice, loaded)
+    write_program = None if program is None else _program(program, target, choice, loaded, force)
     wanted = usual(choice.name, budget)
     protect = {"sinks": sinks, "recent": recent, "prompt": protect_prompt}
     wanted["protect"] = wanted.get("protect", {}) | _said(protect)
@@ -98,7 +98,10 @@ def export(
         "created": now(),
         "kvlens_version": __version__,
     }
-    return write_policy(PolicyFile(**_mapping("options", wanted | document)), target, force=force)
+    written = write_policy(PolicyFile(**_mapping("options", wanted | document)), target, force=force)
+    if write_program is not None:
+        write_program()
+    return written
 
 
 def _spelt_out(method: Any) -> dict[str, Any]:
@@ -188,16 +191,20 @@ def _loaded(model: str | Path | Model | None) -> Model | None:
     return load(str(model), device="cpu", check=False) if isinstance(model, (str, Path)) else as_model(model)
 
 
-def _write_program(path: str | Path, choice: ScorerChoice, model: Model | None) -> None:
-    """Nothing; the scorer stands in the file `path` for this model. Raises: InputError without a model."""
+def _program(
+    path: str | Path, policy: Path, choice: ScorerChoice, model: Model | None, force: bool
+) -> Callable[[], None]:
+    """What writes the scorer's program for this model. Raises: InputError without a model, and for a taken file."""
     if model is None:
         raise InputError("a program is made for the sizes of one model", "name it: -m MODEL")
+    if os.path.realpath(as_path(path, "program file")) == os.path.realpath(policy):
+        raise InputError(f"policy and program are both '{policy}'", "give each a file of its own")
     from kvlens.scorers.interface import Facts
-    from kvlens.scorers.program import save_program
+    from kvlens.scorers.program import prepared
 
     layers = tuple(layer for layer, window in enumerate(model.sliding) if window is None)
     facts = Facts(model.n_layers, model.n_heads, model.n_kv_heads, model.d_head, layers)
-    save_program(path, choice.name, choice.parameters, facts, model.d_model, model.dtype)
+    return prepared(path, choice.name, choice.parameters, facts, model.d_model, model.dtype, force=force)
 
 
 def _made_for(found: Origin, model: Model | None) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from kvlens.attention import (
     require_mask,
     within_window,
 )
-from kvlens.causal_lm import Model, fingerprint_of
+from kvlens.causal_lm import Model, device_of, fingerprint_of
 from kvlens.errors import InputError, ModelRefused
 from kvlens.unembedding import unembed
 
@@ -127,7 +127,7 @@ def _attention_calls(hf_model: Any) -> list[tuple[nn.Module, tuple[tuple[int, in
         calls.append((module, shapes))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
-    device = next(hf_model.parameters()).device
+    device = device_of(hf_model)
     decoder = hf_model.get_decoder()
     with torch.no_grad(), override(decoder, record):
         decoder(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False)

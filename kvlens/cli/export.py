@@ -78,7 +78,7 @@ def command(
             "--program", metavar="FILE", help="Also write the decode-time scorer as a .pt2 that runs without kvlens."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what the file holds.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace what the files hold.")] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

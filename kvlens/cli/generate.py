@@ -52,7 +52,7 @@ def command(
     beyond_context: options.BeyondContext = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what --report and --events hold.")] = False,
     json: options.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="The text alone, without the report.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Let the model write after a prompt, its cache kept within a policy's budget; what leaves it frees its bytes."""
     text = _prompt(prompt, prompt_file)
@@ -66,8 +66,10 @@ def command(
         beyond_context=beyond_context, report=report, events=events, force=force, device=device, dtype=dtype,
         attention=attention, tell=say.stream, note=say.note,
     )  # fmt: skip
-    if json:
-        say.answer(found.document(kept=False) | {"report_file": report, "events_file": events}, text="")
+    if json or quiet:
+        files = {"report_file": report, "events_file": events}
+        paths = [path for path in files.values() if path is not None]
+        say.answer(found.document(kept=False) | files, text="", paths=paths)
         return
     say.stream("\n")
     say.note(_facts(found, report, events))

@@ -45,8 +45,8 @@ class Output:
             _write(sys.stdout, text)
 
     def stream(self, piece: str) -> None:
-        """Nothing; a piece of an answer in text, as it comes; with `--json` the document holds it all."""
-        if not self.json:
+        """Nothing; a piece of an answer in text, as it comes; the other forms of an answer have no pieces."""
+        if not (self.json or self.quiet):
             _write(sys.stdout, piece, end="")
 
     def note(self, line: str) -> None:

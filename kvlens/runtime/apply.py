@@ -152,7 +152,7 @@ class Run:
         key = 0 if len(now.ledger.sets) == 1 else layer
         if key not in now.masks:
             now.masks[key] = attention.layer_mask(self.model, now.ledger, layer, now.n_new, now.own)
-        return args, attention.with_mask(module, kwargs, now.masks[key])
+        return args, attention.with_mask(module, args, kwargs, now.masks[key])
 
     # 3.
 

@@ -69,8 +69,10 @@ def check_given_mask(mask: Tensor, ledger: Ledger, n_keys: int) -> None:
         )
 
 
-def with_mask(module: nn.Module, kwargs: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
-    """The keywords of an attention module's call with this mask in them."""
+def with_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
+    """The keywords of an attention module's call with this mask in them, where what it attends for is."""
+    # its weights may be elsewhere: they are fetched for the call, and what it is given moves with them
+    device = next(given.device for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
     if "attention_mask" not in kwargs:
         raise ModelRefused(f"{type(module).__name__} takes its mask in a way that policies do not know")
-    return kwargs | {"attention_mask": mask if mask is None else mask.to(next(module.parameters()).device)}
+    return kwargs | {"attention_mask": mask if mask is None else mask.to(device)}

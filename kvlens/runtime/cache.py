@@ -65,6 +65,7 @@ class Ledger:
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         """These rows of the batch, in this order."""
+        index = index.to(self.n_own.device)
         self.sets = [held.index_select(0, index) for held in self.sets]
         self.n_own, self.n_prompt = self.n_own.index_select(0, index), self.n_prompt.index_select(0, index)
         self.state = rows_of(self.state, index)

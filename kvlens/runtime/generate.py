@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -143,6 +144,8 @@ def generate(
         "temperature": float(temperature),
         "seed": seed,
         "chat": bool(chat),
+        "template_sha256": _sha256(loaded.tokenizer.chat_template) if chat else None,
+        "prompt_sha256": _sha256(prompt),
         "beyond_context": bool(beyond_context),
     }
     found = Generated(
@@ -161,6 +164,10 @@ def _facts(model: Model) -> dict[str, Any]:
         "attention": model.attention,
         "versions": versions(),
     }
+
+
+def _sha256(text: object) -> str:
+    return hashlib.sha256(str(text).encode()).hexdigest()
 
 
 def _ignore(_: str) -> None:

@@ -45,6 +45,7 @@ class RaggedLayer(HeldLayer):
         batch, n_kv_heads = layer.keys.shape[:2]
         made = cls(layer.ledger, layer.index, batch, n_kv_heads)
         made.n_seen = layer.n_seen
+        index, positions = index.to(layer.keys.device), positions.to(layer.keys.device)
         pairs = [(b, h, index[b, h][positions[b, h] != EMPTY]) for b in range(batch) for h in range(n_kv_heads)]
         made._lay_out(
             [layer.keys[b, h].index_select(0, kept) for b, h, kept in pairs],
@@ -84,7 +85,7 @@ class RaggedLayer(HeldLayer):
         for flat, states in ((self.keys, key_states), (self.values, value_states)):
             rows = states.flatten(0, 2)
             if own is not None:
-                rows = rows[own[:, None].expand(-1, self.shape[1], -1).flatten()]
+                rows = rows[own.to(rows.device)[:, None].expand(-1, self.shape[1], -1).flatten()]
             flat.index_copy_(0, slots, rows)
         self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
         self.n_seen += new
@@ -116,7 +117,7 @@ class RaggedLayer(HeldLayer):
         place = (held != EMPTY).cumsum(-1) - 1
         pairs = [(b, h) for b in range(self.shape[0]) for h in range(self.shape[1])]
         kept = [place[b, h][index[b, h][positions[b, h] != EMPTY]] for b, h in pairs]
-        slots = torch.cat([start + k for start, k in zip(self.starts, kept, strict=True)])
+        slots = torch.cat([start + k for start, k in zip(self.starts, kept, strict=True)]).to(self.keys.device)
         for part in range(2):
             self._set_room(part, (self.keys, self.values)[part].index_select(0, slots))
         self.lengths = [len(k) for k in kept]
@@ -146,7 +147,7 @@ class RaggedLayer(HeldLayer):
         self._lay_out([self.pair(*pair)[0] for pair in chosen], [self.pair(*pair)[1] for pair in chosen])
         self.shape = len(index), self.shape[1]
         if self.index == self.ledger.layers[0]:
-            self.ledger.select_rows(index.to(self.keys.device))
+            self.ledger.select_rows(index)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("keys", self.keys), ("values", self.values))
@@ -167,6 +168,7 @@ def attend(
             raise ModelRefused(f"attention with `{name}` over heads of different lengths", "use storage 'padded'")
     batch, n_heads, new, d_head = query.shape
     group = n_heads // layer.shape[1]
+    own = None if own is None else own.to(query.device)
     output = query.new_zeros((batch, new, n_heads, layer.values.shape[1]))
     for row in range(batch):
         mask = None if new == 1 and own is None else _tail(new, None if own is None else own[row], query.device)

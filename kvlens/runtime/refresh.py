@@ -170,7 +170,7 @@ def of_layer(
             if means.second_pass is not None:
                 again = partial(_of_pair, partial(reread, *place), real)
             views = Views(index, held[row, head][real][None, None], keys, values, *place, rule, again, rotation=turn)
-            scores[row, head, real] = ledger.scorer.score(ledger.state, views)[0, 0].double()
+            scores[row, head, real] = ledger.scorer.score(ledger.state, views)[0, 0].to(held.device, torch.float64)
     return scores
 
 

@@ -3,7 +3,7 @@
 1. It is made before any hook is set, and is a wiring of its own over the same weights: nothing is left on the model.
 2. It reads keys and values where the cache holds them. Empty slots must come first for it: where some stand between
    tokens (padding between two turns), each layer's rows are put in order when it is their turn.
-3. A sliding layer drops rows by itself, so a pass that would read one is refused.
+3. A sliding layer drops rows by itself, so a pass that would read one is refused; so are weights that are offloaded.
 
 There are two kinds: counter-causal surprise (here), and the repetition of the whole text (repeat.py).
 """
@@ -55,6 +55,11 @@ class SurprisePass:
             raise ModelRefused(
                 f"{model.name}: surprise '{variant.name}' reads layer {slides[0]}, which slides and drops rows",
                 "use surprise_fast where the last layer is full attention, or another scorer",
+            )
+        if any(weight.device.type == "meta" for weight in model.hf.parameters()):
+            raise ModelRefused(
+                f"{model.name}: surprise '{variant.name}' reads the model's weights, and some are offloaded",
+                "load the whole model, or choose another scorer",
             )
         self.surprise = Surprise(model, variant)
 

@@ -1,8 +1,15 @@
-"""How does a text get told while a model writes it? Piece by piece, no character before all of it is there."""
+"""How does a text get told while a model writes it? Piece by piece, no character before all of it is there.
+
+1. Tokens wait until what they decode to ends in a whole character; then they are told, and the next ones wait.
+2. They are decoded behind the tokens told before them: some tokenizers drop a space in front of what they decode. Only
+   those are read again, so a token costs the same however long the text is.
+3. What still waits at the end is told without the character that was cut off.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -10,41 +17,72 @@ from transformers.generation.streamers import BaseStreamer
 from kvlens import model as models
 from kvlens.causal_lm import Model
 
+CUT_OFF = "\ufffd"  # what stands for the bytes of a character that is not whole
+MOST_TOKENS = 4  # of one character: it has no more bytes
+
+
+class Pieces:
+    """The text of tokens that come one by one, as it follows a prompt."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.waiting: list[int] = []
+        tails = (prompt[-n:] for n in range(1, MOST_TOKENS + 1))  # the prompt may end with the last byte of a character
+        self._stand_behind(next((tail for tail in tails if not self._decoded(tail).endswith(CUT_OFF)), prompt[-1:]))
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _stand_behind(self, before: Sequence[int]) -> None:
+        self.before, self.head = list(before), self._decoded(before)
+
+    def _text(self) -> str:
+        """2. of what waits; by itself where it changes what stands before it, as a byte that belongs nowhere does."""
+        text = self._decoded([*self.before, *self.waiting])
+        return text[len(self.head) :] if text.startswith(self.head) else self._decoded(self.waiting)
+
+    def take(self, token: int) -> str:
+        """1. The text that this token makes certain, often none."""
+        self.waiting.append(token)
+        text = self._text()
+        if not text or text.endswith(CUT_OFF):
+            return ""
+        self._stand_behind(self.waiting)
+        self.waiting = []
+        return text
+
+    def rest(self) -> str:
+        """3."""
+        return self._text().rstrip(CUT_OFF)
+
 
 class Speaker(BaseStreamer):
-    """Tells the text as tokens come; a character that is not whole yet waits for its other tokens."""
+    """Tells the text as tokens come; the tokens that end it are no part of it."""
 
     def __init__(self, model: Model, prompt: Sequence[int], tell: Callable[[str], None]) -> None:
         self.tokenizer, self.tell = model.tokenizer, tell
         self.stops = models.stop_ids(model)
-        # some tokenizers drop a space in front of what they decode, so the text is read behind the prompt's last token
-        self.before = list(prompt[-1:])
-        self.head = self._decoded([])
-        self.ids: list[int] = []
-        self.n_puts = 0
-        self.said = ""
+        self.prompt = list(prompt[-MOST_TOKENS:])
+        self.pieces = Pieces(self.tokenizer, self.prompt)
+        self.prompt_came = False
 
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode([*self.before, *ids], skip_special_tokens=True))
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """The text of new tokens as it follows the prompt; a character cut off at the end is left out."""
-        whole = self._decoded(ids)
-        text = whole[len(self.head) :] if whole.startswith(self.head) else self.tokenizer.decode(ids)
-        return str(text).rstrip("\ufffd")
+    def text_of(self, ids: Iterable[int]) -> str:
+        """All that is told of new tokens; a character cut off at the end is left out."""
+        pieces = Pieces(self.tokenizer, self.prompt)
+        return "".join([*[pieces.take(i) for i in ids if i not in self.stops], pieces.rest()])
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt, then one token at a time."""
-        self.n_puts += 1
-        if self.n_puts == 1:
+        """Takes the prompt, then new tokens."""
+        if not self.prompt_came:
+            self.prompt_came = True
             return
-        self.ids += [i for i in value.reshape(-1).tolist() if i not in self.stops]
-        if not self._decoded(self.ids).endswith("\ufffd"):
-            self.end()
+        for token in value.reshape(-1).tolist():
+            if token not in self.stops and (piece := self.pieces.take(token)):
+                self.tell(piece)
 
     def end(self) -> None:
-        """Tells what is new, and what waited."""
-        text = self.text_of(self.ids)
-        if text.startswith(self.said):
-            self.tell(text[len(self.said) :])
-            self.said = text
+        """Tells what waited."""
+        if piece := self.pieces.rest():
+            self.tell(piece)
+        self.pieces.waiting = []

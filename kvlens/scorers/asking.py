@@ -74,15 +74,16 @@ class Asking:
         """2., or None before the first token."""
         if self.queries is None or self.positions is None:
             return None
-        queries = self.queries[views.rows, self.layers.index(views.layer)].to(views.keys.device)
-        asking, n_kv_heads = self.positions[views.rows], views.keys.shape[1]
+        device, n_kv_heads = views.keys.device, views.keys.shape[1]
+        queries = self.queries[views.rows, self.layers.index(views.layer)].to(device)
+        asking, positions = self.positions[views.rows].to(device), views.positions.to(device)
         if views.kv_heads.start is not None:  # one KV head is shown: the queries of its group
             queries = queries[:, views.kv_heads.start * self.group :][:, : n_kv_heads * self.group]
-        hidden = unseen(views.positions, asking)
+        hidden = unseen(positions, asking)
         if hidden.shape[1] > 1:
             hidden = hidden.repeat_interleave(self.group, 1)
         since = asking.masked_fill(asking == EMPTY, torch.iinfo(asking.dtype).max).amin(-1)[:, None, None]
-        judged = ((views.positions != EMPTY) & (views.positions < since)).expand(-1, n_kv_heads, -1)
+        judged = ((positions != EMPTY) & (positions < since)).expand(-1, n_kv_heads, -1)
         return Shown(wide(queries), hidden, judged, (asking != EMPTY).sum(-1).clamp(min=1)[:, None, None])
 
 

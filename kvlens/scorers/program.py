@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +75,33 @@ def program(
 
     Raises: InputError for a scorer that is none of the three.
     """
+    header = _header(name, parameters, facts, d_model, dtype)
     scorer = table.make(name, parameters)
     batch = torch.export.Dim("batch", min=1, max=65_536)
-    header = {"schema": SCHEMA, "kvlens_version": __version__, "scorer": name, "parameters": asdict(scorer)}  # type: ignore[call-overload]
     if isinstance(scorer, HiddenChange):
         last, window = initial_state(scorer, 2, d_model)
         example = last, window, torch.zeros(2, 2, d_model, dtype=dtype)
         made = torch.export.export(ChangeStep(scorer), example, dynamic_shapes=({0: batch},) * 3)
-        header |= {
+        return made, header
+    slots = torch.export.Dim("slots", min=1, max=2**30)
+    keys = torch.zeros(2, facts.n_kv_heads, 3, facts.d_head, dtype=dtype)
+    return torch.export.export(NormStep(), (keys,), dynamic_shapes=({0: batch, 2: slots},)), header
+
+
+def _header(name: str, parameters: dict[str, Any], facts: Facts, d_model: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What goes in and out of a scorer's program."""
+    scorer = table.make(name, parameters)
+    header = {"schema": SCHEMA, "kvlens_version": __version__, "scorer": name, "parameters": asdict(scorer)}  # type: ignore[call-overload]
+    if isinstance(scorer, HiddenChange):
+        return header | {
             "blocks": list(scorer.hidden_layers(facts)),
             "state": {"last": [2, d_model], "window": [2, scorer.window - 1], "before_the_first": "NaN"},
             "input": f"hidden states after both blocks, [batch, 2, {d_model}] {dtype}",
             "output": "last, window, score [batch]",
         }
-        return made, header
     if isinstance(scorer, KeyNorm):
-        slots = torch.export.Dim("slots", min=1, max=2**30)
-        keys = torch.zeros(2, facts.n_kv_heads, 3, facts.d_head, dtype=dtype)
-        made = torch.export.export(NormStep(), (keys,), dynamic_shapes=({0: batch, 2: slots},))
         shape = f"[batch, {facts.n_kv_heads}, slots, {facts.d_head}] {dtype}"
-        return made, header | {"input": f"keys {shape}", "output": f"scores [batch, {facts.n_kv_heads}, slots]"}
+        return header | {"input": f"keys {shape}", "output": f"scores [batch, {facts.n_kv_heads}, slots]"}
     raise InputError(f"scorer {name} is no program that can leave kvlens", "export epikv, hidden_change or keynorm")
 
 
@@ -108,10 +118,44 @@ def save_program(
     facts: Facts,
     d_model: int,
     dtype: torch.dtype = torch.float32,
+    *,
+    force: bool = False,
 ) -> None:
-    """Nothing; the program is in the file `path`, whole or not at all. Raises: as `program` does."""
-    made, header = program(name, parameters, facts, d_model, dtype)
+    """Nothing; the program is in the file `path`, whole or not at all. Raises: as `prepared` does."""
+    prepared(path, name, parameters, facts, d_model, dtype, force=force)()
+
+
+def prepared(
+    path: str | Path,
+    name: str,
+    parameters: dict[str, Any],
+    facts: Facts,
+    d_model: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    force: bool = False,
+) -> Callable[[], None]:
+    """What writes the program into the file `path`, once all that may refuse it has been asked.
+
+    Raises: as `program` does; InputError where the file holds something else and `force` is not given.
+    """
+    file = as_path(path, "program file")
+    header = _header(name, parameters, facts, d_model, dtype)
+    if not force and file.exists() and _header_of(file) != json.loads(json.dumps(header)):
+        raise InputError(
+            f"'{file}' is there and holds something else", "choose another file, or add --force to replace it"
+        )
+    made, _ = program(name, parameters, facts, d_model, dtype)
     buffer = io.BytesIO()
     torch.export.save(made, buffer, extra_files={HEADER: json.dumps(header)})
-    with disk(f"write {path}"):
-        write_whole(as_path(path, "program file"), buffer.getvalue())
+    return partial(write_whole, file, buffer.getvalue())
+
+
+def _header_of(file: Path) -> Any:
+    """What a program's file says of itself; None for a file that is no program."""
+    try:
+        with disk(f"reading '{file}'"), zipfile.ZipFile(file) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(f"/extra/{HEADER}"))
+            return json.loads(archive.read(name))
+    except (zipfile.BadZipFile, StopIteration, ValueError):
+        return None

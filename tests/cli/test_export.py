@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,33 @@ def test_a_program_stands_beside_the_policy(model: Path, tmp_path: Path) -> None
     last, _, score = loaded(torch.full((1, 2, d_model), torch.nan), nothing, torch.ones(1, 2, d_model))
     assert torch.equal(last, torch.ones(1, 2, d_model))
     assert (score.shape, score.dtype) == ((1,), torch.float32)
+
+
+def test_a_program_replaces_only_itself(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    policy, program = tmp_path / "p.json", tmp_path / "p.pt2"
+    words = ["export", "--scorer", "epikv", "-m", str(model), "-o", str(policy), "--program", str(program)]
+    for content in (b"mine", None):
+        if content is not None:
+            program.write_bytes(content)
+        else:
+            with zipfile.ZipFile(program, "w") as archive:
+                archive.writestr("thesis.tex", "mine")
+        before = program.read_bytes()
+        assert app.main(words) == 2
+        assert "--force" in capsys.readouterr().err
+        assert program.read_bytes() == before
+        assert not policy.exists()
+    assert app.main([*words, "--force"]) == 0
+    assert app.main(words) == 0  # the same again
+    made, said = program.read_bytes(), policy.read_bytes()
+    assert app.main([*words, "--set", "window=9"]) == 2  # another one
+    assert app.main([*words, "--sinks", "1", "--program", str(tmp_path / "q.pt2")]) == 2  # another policy
+    assert not (tmp_path / "q.pt2").exists()
+    assert app.main([*words, "--program", str(policy), "--force"]) == 2
+    assert "are both" in capsys.readouterr().err
+    assert (program.read_bytes(), policy.read_bytes()) == (made, said)
+    assert app.main([*words, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{policy}\n{program}\n"
 
 
 # Options

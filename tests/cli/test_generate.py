@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import io
 import json
 import os
@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +21,12 @@ import pytest
 import tiny_runs
 import tiny_tokenizers
 import torch
-from tokenizers import decoders
 
 import kvlens
 from kvlens.cli import app
 from kvlens.errors import InputError
-from kvlens.runtime.generate import EVENTS, Speaker
+from kvlens.policy_file import PolicyFile
+from kvlens.runtime.generate import EVENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Let a = 17 and b = a + 24. Then b is 17 + 24."
@@ -82,8 +81,6 @@ def test_the_text_goes_to_stdout_and_the_report_to_stderr(
     assert facts["policy"] == "random, 16 tokens a head, step"
     assert facts["evicted"].startswith(f"{report['n_evicted']} in {report['n_evictions']} evictions, ")
     assert facts["held"] == f"at most 16 tokens a layer between steps, {report['most_in_pass']} within one"
-    assert app.main([*words(model, PROMPT, "--policy", str(policy)), "--quiet"]) == 0
-    assert capsys.readouterr() == (found["text"] + "\n", "")
 
 
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str], model: Path, policy: Path) -> None:
@@ -210,6 +207,41 @@ def test_report_and_events_are_written(
     err = capsys.readouterr().err
     assert str(report) in err
     assert str(events) in err
+    assert app.main([*words(model, *asked), "--quiet"]) == 0
+    assert capsys.readouterr() == (f"{report}\n{events}\n", "")
+    assert app.main([*words(model, PROMPT, "--policy", str(policy)), "--quiet"]) == 0  # it wrote no file
+    assert capsys.readouterr() == ("", "")
+
+
+def test_pitfall_38_a_report_says_all_that_it_takes_to_write_the_text_again(
+    capsys: pytest.CaptureFixture[str], model: Path, policy: Path, tmp_path: Path
+) -> None:
+    asked = [PROMPT, "--policy", str(policy), "--keep-fraction", "0.4", "--chat", "--temperature", "1.5", "--seed", "3"]
+    asked += ["--dtype", "bfloat16", "--attention", "eager"]
+    assert app.main([*words(model, *asked, "--report", str(tmp_path / "r.json")), "--quiet"]) == 0
+    said = json.loads((tmp_path / "r.json").read_text())
+    assert {"kvlens", "python", "torch", "transformers", "tokenizers"} <= said["versions"].keys()
+    assert said["versions"]["torch"] == torch.__version__
+    assert said["versions"]["kvlens"] == kvlens.__version__
+    assert (said["device"], said["dtype"], said["attention"]) == ("cpu", "bfloat16", "eager")
+    assert said["prompt_sha256"] == hashlib.sha256(PROMPT.encode()).hexdigest()
+    assert said["template_sha256"] == hashlib.sha256(tiny_tokenizers.CHAT_TEMPLATE.encode()).hexdigest()
+    assert {"physical_bytes", "full_bytes", "held_bytes", "side_bytes", "claimed_bytes"} <= said["report"].keys()
+    names = ("max_new_tokens", "temperature", "seed", "chat", "beyond_context", "device", "dtype", "attention")
+    again = kvlens.generate(
+        PROMPT,
+        said["model"]["name"],
+        policy=PolicyFile(**said["policy"]),
+        **{name: said[name] for name in names},
+    )
+    assert again.settings["model"] == said["model"]
+    assert (again.ids, again.text, again.n_prompt) == (said["ids"], said["text"], said["n_prompt"])
+    kept = again.document()["report"]
+    assert {name: kept[name] for name in kept if not name.endswith("seconds")} == {
+        name: value for name, value in said["report"].items() if not name.endswith("seconds")
+    }
+    plain = document(capsys, model, PROMPT, n=4)
+    assert (plain["template_sha256"], plain["prompt_sha256"]) == (None, said["prompt_sha256"])
 
 
 def test_events_are_only_kept_where_asked_for(model: Path, policy: Path, tmp_path: Path) -> None:
@@ -252,56 +284,6 @@ def test_the_models_context_bounds_the_text(capsys: pytest.CaptureFixture[str], 
     assert "--beyond-context" in capsys.readouterr().err
     beyond = document(capsys, model, long * 2, "--beyond-context", "--policy", str(policy))
     assert (beyond["n_generated"], beyond["report"]["most_held"]) == (N_NEW, 16)
-
-
-# Streaming
-
-
-def test_no_piece_of_a_character_is_told() -> None:
-    at_hand = tiny_runs.model()
-    text = "Step 1: é, 東京 and 🙂.\n"
-    ids = at_hand.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(ids) > len(text)
-    pieces: list[str] = []
-    speaker = Speaker(at_hand, [5, 6], pieces.append)
-    speaker.put(torch.tensor([[5, 6]]))
-    told = []
-    for i in [*ids, 2]:  # the last ends the text
-        speaker.put(torch.tensor([i]))
-        told.append("".join(pieces))
-    speaker.end()
-    assert "".join(pieces) == text
-    assert "\ufffd" not in "".join(pieces)
-    assert all(text.startswith(one) for one in told)
-    assert len(set(told)) > len(text) / 2
-
-
-def test_what_is_cut_off_inside_a_character_leaves_it_out() -> None:
-    at_hand = tiny_runs.model()
-    ids = at_hand.tokenizer("a🙂", add_special_tokens=False)["input_ids"]
-    pieces: list[str] = []
-    speaker = Speaker(at_hand, [5], pieces.append)
-    speaker.put(torch.tensor([[5]]))
-    for i in ids[:-1]:
-        speaker.put(torch.tensor([i]))
-    speaker.end()
-    assert "".join(pieces) == speaker.text_of(ids[:-1]) == "a"
-
-
-@pytest.mark.parametrize("kind", tiny_tokenizers.METASPACE_KINDS)
-def test_a_space_that_the_tokenizer_drops_in_front_is_told(kind: str) -> None:
-    tokenizer = copy.deepcopy(tiny_tokenizers.metaspace(kind))
-    tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
-    ids = tokenizer("Where the red box is", add_special_tokens=False)["input_ids"]
-    n_first = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]) == "Where")
-    assert tokenizer.decode(ids[n_first:]) == "the red box is"  # by themselves they have lost it
-    pieces: list[str] = []
-    speaker = Speaker(replace(tiny_runs.model(), tokenizer=tokenizer), ids[:n_first], pieces.append)
-    speaker.put(torch.tensor([ids[:n_first]]))
-    for i in ids[n_first:]:
-        speaker.put(torch.tensor([i]))
-    speaker.end()
-    assert "".join(pieces) == " the red box is"
 
 
 # Refusals

@@ -9,21 +9,17 @@ from typing import Any
 import pytest
 import torch
 from attended import eager_weights, held_and_scores, made, over_held
-from eviction import padded, policy, step_of_each, streamed_logits, uneven, visibility
+from eviction import MANAGED, padded, policy, step_of_each, streamed_logits, uneven, visibility
 from tiny import FAMILIES, token_ids
 
 from kvlens import model as models
 from kvlens.runtime.apply import apply
 from kvlens.runtime.cache import EMPTY, ledger_of
+from kvlens.scorers import table
+from kvlens.scorers.interface import Facts, Seen
 
-FAMILIES_ASKED = [
-    "gemma2",
-    "gpt_oss",
-    "llama",
-    "gemma3",
-    "gpt2",
-    "llama_6_over_3",
-]  # gemma3: scaling that is not 1/sqrt(d_head)
+# qwen3, olmo2: queries and keys are normalised; gemma3: that, and scaling that is not 1/sqrt(d_head)
+FAMILIES_ASKED = ["gemma2", "gpt_oss", *MANAGED]
 CHUNKS = [[30], [12, 10, *[1] * 8], [*[5] * 4, *[1] * 10]]
 
 
@@ -94,7 +90,7 @@ def test_h2o_sums_go_on_over_what_is_held(name: str, shape: str) -> None:
 
 @pytest.mark.parametrize("pool", [1, 5])
 @pytest.mark.parametrize("shape", ["whole", "uniform", "ragged", "padded"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "llama_6_over_3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "llama_6_over_3"])
 def test_pitfalls_19_26_snapkv_is_what_the_last_queries_gave(name: str, shape: str, pool: int) -> None:
     model, ids, chunks = made(name), token_ids(36), [14, 12, 9, 1]
     if name == "gemma2" and shape == "ragged":
@@ -116,6 +112,20 @@ def test_pitfalls_19_26_snapkv_is_what_the_last_queries_gave(name: str, shape: s
             torch.testing.assert_close(found, torch.tensor(wanted).double(), atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", FAMILIES_ASKED)
+def test_pitfall_26_snapkv_asks_as_the_model_does(name: str) -> None:
+    model, ids = made(name), token_ids(30)
+    with apply(policy("snapkv", parameters={"window": 6, "pool": 1}, tokens=100), model) as run:
+        streamed_logits(model, ids, [20, 8, 1, 1])
+    weights = eager_weights(model, ids[0], None)
+    for layer, (_, scores) in held_and_scores(run).items():
+        for head in range(model.n_kv_heads):
+            group = model.n_heads // model.n_kv_heads
+            wanted = snapkv_by_hand(weights[layer], list(range(30)), head, group, 6, 1)
+            found = scores[0, head].double()
+            torch.testing.assert_close(found, torch.tensor(wanted).double(), atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
 def test_snapkv_of_a_text_within_its_window_judges_nothing() -> None:
     model = models.wrap(FAMILIES["llama"]())
     with apply(policy("snapkv", parameters={"window": 64}, tokens=100), model) as run:
@@ -133,6 +143,21 @@ def test_snapkv_carries_no_more_queries_than_its_window() -> None:
         assert state.positions.tolist() == [[n + 2, n + 3, n + 4, n + 5], [n - 7, n - 6, n - 5, n - 4]]
         sizes[n] = state.queries.untyped_storage().nbytes()
     assert sizes[20] == sizes[60] == 2 * 3 * 4 * 4 * 8 * 4  # rows, layers, heads, queries, d_head, bytes
+
+
+def test_snapkv_carries_each_rows_own_last_queries_where_padding_stands_between() -> None:
+    scorer = table.make("snapkv", {"window": 4})
+    state, came = (
+        scorer.init(Facts(1, 4, 2, 8, (0,))),
+        torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0)),
+    )
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, EMPTY, 2, 3, EMPTY, EMPTY, 4, EMPTY]])
+    for start, stop in ((0, 5), (5, 8), (8, 9)):
+        new = slice(max(start, stop - 4), stop)  # as many as it says that it reads
+        state = scorer.observe(state, Seen(positions[:, start:stop], True, queries={0: came[:, :, new]}))
+    assert state.positions.tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert torch.equal(state.queries[0, 0], came[0, :, 5:])
+    assert torch.equal(state.queries[1, 0], came[1][:, [1, 3, 4, 7]])
 
 
 @pytest.mark.parametrize("width", [0, 2, -1])

@@ -180,6 +180,36 @@ def test_causal_lagkv_is_that_of_observe(name: str, chunks: list[int]) -> None:
     assert ledger_of(run.cache).state.ranges.low.shape[4] <= 2
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_is_in_no_range(causal: bool) -> None:
+    scorer = table.make("lagkv", {"chunk": 4, "causal": causal})
+    facts, n_pad = Facts(1, 4, 2, 4, (0,)), 3
+    rng = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 22, 4, generator=rng)
+    wild = torch.full((1, 2, n_pad, 4), 50.0)
+
+    def scored(padded_at: int | None) -> torch.Tensor:
+        """Two turns of 11 tokens, with padding in front of one of them, and the first slots gone after the first."""
+        state, held = scorer.init(facts), torch.zeros(0, dtype=torch.long)
+        for turn, start in enumerate((0, 11)):
+            positions, pair = (
+                torch.arange(start, start + 11),
+                [part[:, :, start : start + 11] for part in (keys, values)],
+            )
+            held = torch.cat([held, positions])
+            if turn == padded_at:
+                positions = torch.cat([torch.full((n_pad,), EMPTY), positions])
+                pair = [torch.cat([wild, part], 2) for part in pair]
+            state = scorer.observe(state, Seen(positions[None], True, {0: pair[0]}, {0: pair[1]}))
+            if not turn:
+                held = held[6:]
+                state = select(state, Kept([held[None, None].int()], [torch.arange(6, 11)[None, None]]))
+        return scorer.score(state, Views(0, held[None, None].int(), keys[:, :, held], values[:, :, held]))
+
+    for padded_at in (0, 1):
+        torch.testing.assert_close(scored(padded_at), scored(None), equal_nan=True, rtol=0, atol=0)
+
+
 # EpiKV over bands
 
 
@@ -200,6 +230,22 @@ def test_band_adaptive_is_the_weighted_difference_of_two_bands(
     expected = torch.from_numpy(1.29 * z[0] - z[1])
     for _, scores in scores_of(run).values():
         torch.testing.assert_close(scores[0, 0, 1:].double(), expected[1:], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("exclude_current", [False, True])
+def test_band_adaptive_keeps_to_its_window_and_leaves_the_prompt_out(model: Model, exclude_current: bool) -> None:
+    ids, n_prompt = token_ids(60), 25
+    parameters = {"window": 9, "exclude_current": exclude_current, "score_prompt": False, "weight_a": 2.0}
+    protect = {"sinks": 0, "prompt": True}
+    with apply(policy("band_adaptive", tokens=100, parameters=parameters, protect=protect), model) as run:
+        streamed_logits(model, ids, [n_prompt, *[1] * (60 - n_prompt)])
+    moved = [layer[n_prompt:] for layer in changes(text(model, ids)["hidden"])]  # the first against the prompt's last
+    means = ((moved[0] + moved[1]) / 2, (moved[1] + moved[2]) / 2)
+    z = [signal_oracles.zscore(mean, 9, exclude_current=exclude_current) for mean in means]
+    for _, scores in scores_of(run).values():
+        assert scores[0, 0, :n_prompt].isnan().all()
+        expected = torch.from_numpy(2 * z[0] - z[1])
+        torch.testing.assert_close(scores[0, 0, n_prompt:].double(), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_the_papers_bands_and_wrong_ones() -> None:
@@ -271,6 +317,16 @@ def test_fitted_refuses_what_no_decoder_can_compute(changed: dict[str, Any], say
         table.make("fitted", {})
 
 
+def test_fitted_lets_go_of_ranges_that_nobody_asks_for() -> None:
+    one = {"signals": ["lag_causal"], "layers": [None], "means": [0.0], "scales": [1.0], "weights": [1.0]}
+    fed = Fed("fitted", one)
+    for _ in range(4):
+        fed.feed(150)
+    assert fed.state.ranges.chunks.tolist() == [[3, 4]]  # of the chunk under way and of the one before
+    expected = signal_oracles.lag_causal(*(part[:, 0].double().numpy() for part in fed.whole()))
+    torch.testing.assert_close(fed.score(0)[0, 0].double(), torch.from_numpy(expected), atol=1e-3, rtol=1e-3)
+
+
 def test_fitted_to_another_model_is_refused_before_anything_runs(model: Model) -> None:
     one = {"means": [0.0], "scales": [1.0], "weights": [1.0]}
     for signal, layer in (("key_var", 3), ("hidden_change", 7)):
@@ -332,6 +388,8 @@ def test_oracle_replays_what_it_was_given(model: Model) -> None:
     views = Views(0, torch.tensor([[[3, 4, 5]], [[-1, 9, 30]]], dtype=torch.int32), keys, keys)
     found = table.make("oracle", chosen.scorer.parameters).score(None, views)
     assert found.nan_to_num(7.0).tolist() == [[[0.5, 7.0, -1.0]], [[7.0, 2.0, 9.0]]]
+    close = table.make("oracle", {"positions": [3, 4], "scores": [1.0, 1.0 + 1e-12]})
+    assert float(close.score(None, views)[0, 0, :2].diff()) > 0  # float32 would tie them
     assert table.make("oracle", chosen.scorer.parameters).offline
     assert not table.make("random", {}).offline
 

@@ -351,9 +351,9 @@ def main() -> None:
         "identity": lambda: identity(model),
         "overhead": lambda: overhead(model, 2 if few else PAIRS),
         "steps": lambda: steps_at_budget(model, 2 if few else 7),
-        "prefill": lambda: prefill_times(model, 1 if few else 5),
+        "prefill": lambda: prefill_times(model, 1 if few else 3),
         "memory": lambda: peaks(arguments.device),
-        "one_eviction": lambda: one_eviction(model, 1 if few else 5),
+        "one_eviction": lambda: one_eviction(model, 1 if few else 4),
         "growth": lambda: growth(model, 256, 32 if few else 768),
         "end_to_end": lambda: end_to_end(model, 1 if few else 3, 32 if few else NEW),
     }

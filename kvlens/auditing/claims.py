@@ -15,11 +15,31 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvlens.allocate.interface import Cells
 from kvlens.auditing.bytes import storage_bytes
 from kvlens.model import Model
+from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
 from kvlens.runtime import budget
-from kvlens.scorers.interface import HIDDEN, IDS, KEYS, QUERIES, RECEIVED, VALUES, Facts, Kept, Seen, select, tensors
+from kvlens.runtime.evict import protected
+from kvlens.runtime.rotary import rotations
+from kvlens.scorers.interface import (
+    HIDDEN,
+    IDS,
+    KEYS,
+    NOTES,
+    QUERIES,
+    RECEIVED,
+    ROTATION,
+    SPREAD,
+    VALUES,
+    Asked,
+    Facts,
+    Kept,
+    Seen,
+    select,
+    tensors,
+)
 
 
 def declared_bytes(policy: Policy, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) -> int:
@@ -29,20 +49,34 @@ def declared_bytes(policy: Policy, model: Model, ids: Int[Tensor, "1 seen"], fac
     """
     n_seen = ids.shape[1]
     prompt = torch.tensor([n_seen], device=ids.device)
-    limits = budget.budgets(policy, budget.fixed_tokens(policy, model, facts.layers), prompt, facts.layers)
-    widths = [min(n_seen, int(limit.max())) for limit in limits]
-    heads = facts.n_kv_heads if policy.reduce == "head" and n_seen > min(widths) else 1
-    kept = [torch.arange(width, device=ids.device, dtype=torch.int32).expand(1, heads, -1) for width in widths]
+    heads = facts.n_kv_heads if policy.reduce == "head" else 1
+    every = torch.arange(n_seen, device=ids.device, dtype=torch.int32).expand(1, heads, -1)
+    widths = [min(n_seen, int(limit.max())) for limit in _limits(policy, model, every, prompt, facts)]
+    leaves = n_seen > min(widths)
+    kept = [(every if leaves else every[:, :1])[..., :width].contiguous() for width in widths]
     scorer = policy.scorer.make()
-    state = scorer.observe(scorer.init(facts), _zeros(scorer, model, ids, facts))  # 1.
-    if n_seen > min(widths):
-        state = select(state, Kept(kept, [positions.long() for positions in kept]))  # 2.
+    state = scorer.init(facts)
+    state = scorer.observe(state, _zeros(scorer, state, model, ids, facts))  # 1.
+    if leaves:
+        worth = [torch.zeros(every.shape, device=ids.device)] * len(kept)
+        state = select(state, Kept(kept, [positions.long() for positions in kept], worth))  # 2.
     counts = 2 * prompt.element_size()  # how many tokens came, and how many of them are prompt
     positions = sum(positions.numel() * positions.element_size() for positions in kept)
     return storage_bytes(tensor for _, tensor in tensors(state)) + positions + counts  # 3.
 
 
-def _zeros(scorer: Any, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) -> Seen:
+def _limits(policy: Policy, model: Model, every: Tensor, prompt: Tensor, facts: Facts) -> list[Tensor]:
+    """The budget of every set; where it follows the scores, the mean of all."""
+    mean = budget.nominal(policy, budget.fixed_tokens(policy, model, facts.layers), prompt, facts.layers)
+    n_sets, allocator = 1 if policy.reduce == "all" else len(facts.layers), policy.allocate.make()
+    if allocator.reads_scores:
+        return [mean] * n_sets
+    safe = protected(policy.protection(), every, prompt, prompt)
+    limits = allocator.budgets(Cells(facts.layers, mean, [every] * n_sets, [safe] * n_sets))
+    return [limit.clamp(max=int(mean)) for limit in limits] if policy.storage == "uniform_cap" else limits
+
+
+def _zeros(scorer: Any, state: Any, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) -> Seen:
     n = ids.shape[1]
 
     def made(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
@@ -52,13 +86,23 @@ def _zeros(scorer: Any, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) 
         return {layer: made(*shape, dtype=dtype) for layer in facts.layers} if name in scorer.needs else {}
 
     hidden = {layer: made(1, n, model.d_model) for layer in scorer.hidden_layers(facts)}
+    positions = torch.arange(n, device=ids.device)[None]
+    notes: dict[int, tuple[Tensor, ...]] = {}
+    if NOTES in scorer.needs:
+        turns = rotations(model, facts.layers) if ROTATION in scorer.needs else {}
+        for layer in facts.layers:
+            query, key = made(1, facts.n_heads, n, facts.d_head), made(1, facts.n_kv_heads, n, facts.d_head)
+            asked = Asked(layer, positions, query, key, Rule.of_call(query, None, {}), turns.get(layer))
+            notes[layer] = scorer.note(state, asked)
     return Seen(
-        positions=torch.arange(n, device=ids.device)[None],
+        positions=positions,
         in_prompt=True,
         keys=by_layer(KEYS, 1, facts.n_kv_heads, n, facts.d_head),
         values=by_layer(VALUES, 1, facts.n_kv_heads, n, facts.d_head),
         hidden=hidden if HIDDEN in scorer.needs else {},
         queries=by_layer(QUERIES, 1, facts.n_heads, min(n, scorer.n_queries), facts.d_head),
         received=by_layer(RECEIVED, 1, facts.n_kv_heads, n, dtype=torch.float32),
+        spread=by_layer(SPREAD, 1, 2, n, dtype=torch.float32),
         ids=ids if IDS in scorer.needs else None,
+        notes=notes,
     )

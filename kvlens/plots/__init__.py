@@ -8,7 +8,7 @@ from kvlens.plots.ceilings import (
     predictors,
     rule_excess,
 )
-from kvlens.plots.deploy import stored_bytes
+from kvlens.plots.deploy import claimed_and_held, stored_bytes
 from kvlens.plots.discovery import label_agreement, layer_profile, position_trend, signal_ranking
 from kvlens.plots.labels import effect_distribution, token_effects
 from kvlens.plots.style import LINES, MINUS, NOISE, PLUS, SHADES, SIZE_INCHES
@@ -23,6 +23,7 @@ __all__ = [
     "SIZE_INCHES",
     "ceiling_distribution",
     "cell_map",
+    "claimed_and_held",
     "dropped_mass_auc",
     "effect_distribution",
     "free_weights",

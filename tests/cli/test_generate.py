@@ -111,6 +111,18 @@ def test_without_a_policy_it_is_the_models_own_generate(capsys: pytest.CaptureFi
     assert "none: every token is kept" in capsys.readouterr().err
 
 
+def test_a_text_that_ends_by_itself_was_not_cut_off(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    cut = document(capsys, model, PROMPT)
+    assert cut["hit_length_cap"] is True
+    n = next(n for n in range(3, N_NEW) if cut["ids"][n] not in cut["ids"][:n])
+    folder = tiny_runs.save_model(tmp_path / "stops", max_position_embeddings=128, eos_token_id=[300, cut["ids"][n]])
+    ended = document(capsys, folder, PROMPT)
+    assert (ended["ids"], ended["hit_length_cap"]) == (cut["ids"][:n], False)
+    assert document(capsys, folder, PROMPT, n=n)["hit_length_cap"] is True  # one token more would have ended it
+
+
 def test_a_budget_above_the_length_changes_no_token(
     capsys: pytest.CaptureFixture[str], model: Path, policy: Path
 ) -> None:

@@ -117,6 +117,9 @@ def test_without_confirmed_bands_the_answer_is_no(
 def test_the_depth_that_no_band_says_may_be_set(folder: Path, tmp_path: Path) -> None:
     policy = exported(tmp_path / "p.json", str(folder / "one" / "bands"), "--set", "depth_b=0.75")
     assert (policy.scorer.parameters["depth_a"], policy.scorer.parameters["depth_b"]) == (0.2, 0.75)
+    both = str(folder / "both" / "bands")
+    given = exported(tmp_path / "q.json", both, "--set", "depth_a=0.45", "--set", "window=9").scorer.parameters
+    assert (given["depth_a"], given["depth_b"], given["window"]) == (0.45, 0.7, 9)
     (band,) = policy.evidence[0].numbers["bands"]  # type: ignore[misc]
     assert band["sign"] == 1  # type: ignore[index, call-overload]
 

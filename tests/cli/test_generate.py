@@ -26,6 +26,7 @@ import kvlens
 from kvlens.cli import app
 from kvlens.errors import InputError
 from kvlens.policy_file import PolicyFile
+from kvlens.runtime.apply import Run
 from kvlens.runtime.generate import EVENTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +109,18 @@ def test_without_a_policy_it_is_the_models_own_generate(capsys: pytest.CaptureFi
     assert (found["policy"], found["report"]) == (None, None)
     assert app.main(words(model, PROMPT)) == 0
     assert "none: every token is kept" in capsys.readouterr().err
+
+
+def test_a_text_that_ends_by_itself_was_not_cut_off(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    cut = document(capsys, model, PROMPT)
+    assert cut["hit_length_cap"] is True
+    n = next(n for n in range(3, N_NEW) if cut["ids"][n] not in cut["ids"][:n])
+    folder = tiny_runs.save_model(tmp_path / "stops", max_position_embeddings=128, eos_token_id=[300, cut["ids"][n]])
+    ended = document(capsys, folder, PROMPT)
+    assert (ended["ids"], ended["hit_length_cap"]) == (cut["ids"][:n], False)
+    assert document(capsys, folder, PROMPT, n=n)["hit_length_cap"] is True  # one token more would have ended it
 
 
 def test_a_budget_above_the_length_changes_no_token(
@@ -244,11 +257,17 @@ def test_pitfall_38_a_report_says_all_that_it_takes_to_write_the_text_again(
     assert (plain["template_sha256"], plain["prompt_sha256"]) == (None, said["prompt_sha256"])
 
 
-def test_events_are_only_kept_where_asked_for(model: Path, policy: Path, tmp_path: Path) -> None:
+def test_events_are_only_kept_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch, model: Path, policy: Path, tmp_path: Path
+) -> None:
+    runs: list[Any] = []
+    after = Run.after
+    monkeypatch.setattr(Run, "after", lambda run, *given: (runs.append(run), after(run, *given))[1])
     at_hand = tiny_runs.model(max_position_embeddings=128)
     assert kvlens.generate(PROMPT, at_hand, policy=policy, max_new_tokens=4).events is None
     found = kvlens.generate(PROMPT, at_hand, policy=policy, max_new_tokens=4, events=tmp_path / "e.parquet").events
     assert found is not None
+    assert [bool(run.log.parts) for run in (runs[0], runs[-1])] == [False, True]
     pd.testing.assert_frame_equal(found, pd.read_parquet(tmp_path / "e.parquet"), check_dtype=False)
 
 

@@ -103,8 +103,9 @@ def laid_out(away: Any, *, padded: bool) -> list[torch.Tensor]:
     before = torch.cat([held, new[:, None].expand(-1, KV_HEADS, -1).int()], -1)
     kept = torch.tensor([3, 4, 5, 6]).expand(BATCH, KV_HEADS, -1)
     layer.evict_ragged(kept, before, before.gather(-1, kept))
-    layer.select_rows(torch.tensor([1, 0]))
-    return [near(part) for part in (out, got, layer.keys, layer.values, *dense.new_keys)]
+    for moved in (layer, dense):
+        moved.select_rows(torch.tensor([1, 0]))
+    return [near(part) for part in (out, got, layer.keys, layer.values, dense.keys, dense.values)]
 
 
 @pytest.mark.parametrize("padded", [False, True])

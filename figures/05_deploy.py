@@ -23,6 +23,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "data" / "results"
 SVG = Path(__file__).with_suffix(".svg")
 NAMED = {
     "keynorm": (plots.PLUS, "o-"),
+    "h2o": ("#e69f00", "P-"),
     "random": (INK, "s--"),
     "epikv": (plots.MINUS, "^-"),
     "surprise_fast": ("#009e73", "v-"),
@@ -31,7 +32,7 @@ NAMED = {
 
 
 def needles(found: dict[str, Any], ax: Axes) -> None:
-    """Answers by budget: five scorers by name, the others as grey lines."""
+    """Answers by budget: six scorers by name, the others as grey lines."""
     rows = [r for r in found["rows"] if r["visibility"] == "query_agnostic" and r["scorer"] != "full cache"]
     rows = [r for r in rows if r["reduce"] == "all"]
     others = [name for name in dict.fromkeys(row["scorer"] for row in rows) if name not in NAMED]
@@ -45,12 +46,12 @@ def needles(found: dict[str, Any], ax: Axes) -> None:
     ax.axhline(n, color=SOFT, lw=0.6, linestyle=(0, (2, 2)))
     ax.set_ylim(-0.3, n + 0.5)
     ax.set_xticks(sorted({row["budget"] for row in rows}))
-    ax.legend(fontsize=TEXT_POINTS - 0.5, frameon=False, handletextpad=0.4, loc="lower right")
+    ax.legend(fontsize=TEXT_POINTS - 0.5, frameon=False, handletextpad=0.4, loc="center left", bbox_to_anchor=(1, 0.5))
     title = [
         f"Early facts answered, of {n}, texts of {found['length']:,} tokens",
         "the question is seen after evicting",
     ]
-    describe(ax, title, "budget, tokens a head", "answered", 38)
+    describe(ax, title, "budget, tokens a head", "answered", 34)
 
 
 def draw(results: Path = RESULTS, svg: Path = SVG) -> None:
@@ -59,7 +60,7 @@ def draw(results: Path = RESULTS, svg: Path = SVG) -> None:
     width, height = plots.SIZE_INCHES
     with style.context(["default", {"svg.hashsalt": svg.stem}]):
         figure = Figure(figsize=(2 * width, 1.25 * height), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
         growth = runtime["growth"]
         settings = f"prompt of {growth['n_prompt']} tokens, budget {runtime['budget']}, SmolLM2-135M"
         plots.stored_bytes(growth["bytes"], ["Bytes that the cache holds", settings], left)

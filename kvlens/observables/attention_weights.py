@@ -69,9 +69,12 @@ def weights_without(
     query: Float[Tensor, "*batch head query d_head"],
     keys: Float[Tensor, "*batch kv_head key d_head"],
     rule: Rule,
-    hidden: Bool[Tensor, "*#batch #head #query key"],
+    hidden: Bool[Tensor, "*#batch #head #query last"],
 ) -> tuple[Float[Tensor, "*batch head query key"], Float[Tensor, "*batch head query"]]:
-    """The same with the keys of `hidden` unseen, whatever their place; NaN in a row that sees none and has no sink."""
+    """The same with the keys of `hidden` unseen, whatever their place; NaN in a row that sees none and has no sink.
+
+    `hidden` may cover the last keys alone: those before them are seen by all.
+    """
     scores = scores_without(query, keys, rule, hidden)
     at_least = torch.promote_types(scores.dtype, torch.float32)
     if rule.sinks is None:
@@ -85,22 +88,30 @@ def scores_without(
     query: Float[Tensor, "*batch head query d_head"],
     keys: Float[Tensor, "*batch kv_head key d_head"],
     rule: Rule,
-    hidden: Bool[Tensor, "*#batch #head #query key"],
+    hidden: Bool[Tensor, "*#batch #head #query last"],
 ) -> Float[Tensor, "*batch head query key"]:
-    """What the softmax is taken of: minus infinity for the keys of `hidden`."""
+    """What the softmax is taken of: minus infinity for the keys of `hidden`, which may cover the last keys alone."""
     scores = _grouped(query * rule.scale, keys.shape[-3]) @ keys.mT
     scores = scores.reshape(*query.shape[:-1], keys.shape[-2])
     if rule.softcap is not None:  # in place, here and below: a block of scores is the largest thing there is
         scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    return scores.masked_fill_(hidden, -torch.inf)
+    scores[..., scores.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
+    return scores
 
 
 def unseen(
-    positions: Int[Tensor, "batch heads key"], asking: Int[Tensor, "batch query"]
-) -> Bool[Tensor, "batch heads query key"]:
-    """Which keys each query does not see: later ones, and empty slots (position -1), which see nothing either."""
-    asking = asking[:, None, :, None]
-    return (positions[:, :, None] > asking) | (positions < 0)[:, :, None] | (asking < 0)
+    positions: Int[Tensor, "batch heads key"], asking: Int[Tensor, "batch #heads query"]
+) -> Bool[Tensor, "batch heads query last"]:
+    """Which keys each query does not see: later ones, and empty slots (position -1), which see nothing either.
+
+    From the first key on that some query does not see; for a single query from the first key on, whatever it sees. A
+    mask costs more than the softmax that it is for, and most keys are older than all who ask.
+    """
+    late = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max)
+    if asking.shape[-1] > 1:
+        by_all = (late <= asking.amin()).flatten(0, 1).all(0)
+        late = late[..., int(by_all.int().cumprod(0).sum()) :]
+    return late[:, :, None] > asking[..., None]
 
 
 def blocks(

@@ -36,9 +36,14 @@ class Shown:
     """The carried queries beside the slots of one layer."""
 
     queries: Float[Tensor, "batch head last d_head"]
-    hidden: Bool[Tensor, "#batch #head last kept"]
+    hidden: Bool[Tensor, "#batch #head last unseen"]  # of the last slots; those before are seen by all
     judged: Bool[Tensor, "batch kv_head kept"]
-    n_asking: Int[Tensor, "batch 1 1"]
+    asks: Bool[Tensor, "batch last"]  # whether there is such a query
+
+    @property
+    def n_asking(self) -> Int[Tensor, "batch 1 1"]:
+        """How many queries there are, 1 at least."""
+        return self.asks.sum(-1).clamp(min=1)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,12 @@ class Asking:
         asking, positions = self.positions[views.rows].to(device), views.positions.to(device)
         if views.kv_heads.start is not None:  # one KV head is shown: the queries of its group
             queries = queries[:, views.kv_heads.start * self.group :][:, : n_kv_heads * self.group]
-        hidden = unseen(positions, asking)
+        hidden = unseen(positions, asking[:, None])
         if hidden.shape[1] > 1:
             hidden = hidden.repeat_interleave(self.group, 1)
         since = asking.masked_fill(asking == EMPTY, torch.iinfo(asking.dtype).max).amin(-1)[:, None, None]
         judged = ((positions != EMPTY) & (positions < since)).expand(-1, n_kv_heads, -1)
-        return Shown(wide(queries), hidden, judged, (asking != EMPTY).sum(-1).clamp(min=1)[:, None, None])
+        return Shown(wide(queries), hidden, judged, asking != EMPTY)
 
 
 def unjudged(views: Views) -> Float[Tensor, "batch heads kept"]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvlens.observables.arithmetic import wide
-from kvlens.observables.attention_weights import Rule, weights_without
+from kvlens.observables.attention_weights import BLOCK, ROWS, Rule, unseen, weights_without
 from kvlens.scorers.asking import QueryWindow
 from kvlens.scorers.frozen import EMPTY
 from kvlens.scorers.interface import Facts, Kept, Plain, Views
@@ -75,7 +75,12 @@ class H2OKeys(Plain):
         last = (positions != EMPTY).to(torch.int8).sort(dim=-1, stable=True).indices[..., -self.window :]
         asking = keys.take_along_dim(last[..., None], 2)
         asked = positions.take_along_dim(last, -1)
-        hidden = positions[:, :, None] > asked[..., None]
-        hidden = hidden | (positions == EMPTY)[:, :, None] | (asked == EMPTY)[..., None]
-        weights = weights_without(asking, keys, Rule(keys.shape[-1] ** -0.5), hidden)[0].masked_fill_(hidden, 0.0)
-        return weights.sum(2) + state.look_up(views)
+        rule, total = Rule(keys.shape[-1] ** -0.5), torch.zeros_like(keys[..., 0])
+        rows = max(ROWS, BLOCK // keys.shape[2])
+        for some, at in zip(asking.split(rows, 2), asked.split(rows, 2), strict=True):
+            hidden = unseen(positions, at)
+            weights = weights_without(some, keys, rule, hidden)[0]
+            if hidden.shape[-1] == keys.shape[2]:  # else every key that asks sees a slot
+                weights.masked_fill_(hidden, 0.0)
+            total += weights.sum(2)
+        return total + state.look_up(views)

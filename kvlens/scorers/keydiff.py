@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -20,6 +21,8 @@ from torch.nn.functional import normalize
 from kvlens.observables.arithmetic import wide
 from kvlens.scorers.frozen import EMPTY
 from kvlens.scorers.interface import Plain, Views
+
+TINY = 1e-12  # a key of norm 0 points nowhere
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class KeyDiff(Plain):
 
     def score(self, state: None, views: Views) -> Float[Tensor, "batch kv_head kept"]:
         """1. and 2."""
-        empty = (views.positions == EMPTY)[..., None].to(views.keys.device)
-        directions = normalize(wide(views.keys), dim=-1).masked_fill(empty, 0.0)
-        anchor = normalize(directions.sum(2, keepdim=True), dim=-1)  # the cosine does not see its length
-        return -(directions * anchor).sum(-1)
+        keys = wide(views.keys)
+        empty = (views.positions == EMPTY).to(keys.device)
+        share = torch.linalg.vector_norm(keys, dim=-1).clamp(min=TINY).reciprocal_()
+        anchor = normalize(share.masked_fill(empty, 0.0)[:, :, None] @ keys, dim=-1)  # its length does not count
+        return -(keys @ anchor.mT)[..., 0] * share

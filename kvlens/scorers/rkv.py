@@ -79,11 +79,11 @@ def _importance(
 ) -> Float[Tensor, "batch kv_head kept"]:
     """1."""
     group = shown.queries.shape[1] // keys.shape[1]
-    hidden = shown.hidden | ~shown.judged.repeat_interleave(group, 1)[:, :, None]
+    hidden = ~shown.judged.repeat_interleave(group, 1)[:, :, None]
     scores = scores_without(shown.queries, keys, rule, hidden)
     highest = scores.reshape(len(scores), keys.shape[1], group, *scores.shape[2:]).amax(2)
-    weights = highest.softmax(-1)
-    mean = weights.nan_to_num(0.0).sum(2) / shown.n_asking  # a query that padding stands for sees nothing
+    weights = highest.softmax(-1).masked_fill(~shown.asks[:, None, :, None], 0.0)
+    mean = weights.nan_to_num(0.0).sum(2) / shown.n_asking  # of no judged slot at all there is none to share
     near, place = packed(mean, shown.judged)
     return max_pool1d(near, pool, stride=1, padding=pool // 2).gather(-1, place)
 

@@ -53,7 +53,8 @@ class SnapKV(Plain):
         if shown is None or views.rule is None:
             return unjudged(views)
         weights = weights_without(shown.queries, wide(views.keys), views.rule, shown.hidden)[0]
-        weights.masked_fill_(shown.hidden, 0.0)
+        if shown.hidden.shape[-1] == weights.shape[-1]:  # else every query sees a slot
+            weights.masked_fill_(shown.hidden, 0.0)
         batch, n_kv_heads, n_slots = shown.judged.shape
         mean = weights.sum(2).reshape(batch, n_kv_heads, -1, n_slots).mean(2) / shown.n_asking
         near, place = packed(mean, shown.judged)

@@ -139,13 +139,11 @@ def generate(
     with applied as run:
         new = models.generate(loaded, ids, max_new_tokens=room, temperature=temperature, seed=seed, streamer=speaker)
     seconds = perf_counter() - started
-    settings = _facts(loaded) | {
+    settings = _facts(loaded, prompt, chat) | {
         "max_new_tokens": max_new_tokens,
         "temperature": float(temperature),
         "seed": seed,
         "chat": bool(chat),
-        "template_sha256": _sha256(loaded.tokenizer.chat_template) if chat else None,
-        "prompt_sha256": _sha256(prompt),
         "beyond_context": bool(beyond_context),
     }
     found = Generated(
@@ -155,14 +153,16 @@ def generate(
     return found
 
 
-def _facts(model: Model) -> dict[str, Any]:
-    """What a text's settings say of the model and the versions."""
+def _facts(model: Model, prompt: str, chat: bool) -> dict[str, Any]:
+    """What a text's settings say of the model, the versions and what was read."""
     return {
         "model": {"name": model.name, "fingerprint": model.fingerprint, "note": model.note},
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "attention": model.attention,
         "versions": versions(),
+        "prompt_sha256": _sha256(prompt),
+        "template_sha256": _sha256(model.tokenizer.chat_template) if chat else None,
     }
 
 

@@ -10,8 +10,8 @@
 
 Defaults: `mix` (lambda) .07 as in the authors' code (the paper: .1), `window` 8, `pool` 7, `similar` .5. In their code
 a key that resembles none spares the oldest slot; here it spares none. Query-aware. For decoding; needs queries (own
-rows). Cost: 8 rows of weights and products of all held keys with the newest of them that they resemble and all newer ones
-a layer and refresh (with all, where none resembles another); carried, 8 queries a layer.
+rows). Cost: 8 rows of weights a layer and refresh, and products of each held key with those that are newer than the
+newest that it resembles (with all, where it resembles none); carried, 8 queries a layer.
 
 Source: R-KV, arXiv 2505.24133.
 """

@@ -114,6 +114,8 @@ def _widen(
     Rows of a chunk follow one another, so no scatter is needed, which takes many times as long.
     """
     which, counts = torch.unique_consecutive(place, return_counts=True)
-    for chunk, piece in zip(which.tolist(), rows.split(counts.tolist(), 2), strict=True):
+    stops = counts.cumsum(0).tolist()
+    for chunk, start, stop in zip(which.tolist(), [0, *stops], stops, strict=False):
+        piece = rows[:, :, start:stop]
         low[:, :, chunk] = torch.minimum(low[:, :, chunk], piece.amin(2))
         high[:, :, chunk] = torch.maximum(high[:, :, chunk], piece.amax(2))

@@ -227,7 +227,7 @@ def over(these: list[float], those: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--try", dest="trial", action="store_true", help=f"{SHORT} tokens; print, write nothing")
-    parser.add_argument("--only", help="these methods alone, such as snapkv,tova; print, write nothing")
+    parser.add_argument("--only", help="these methods alone, such as snapkv/tova; print, write nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = models.load("smollm2-135m", dtype="float32")

@@ -100,7 +100,7 @@ def scores_without(
 
 
 def unseen(
-    positions: Int[Tensor, "batch heads key"], asking: Int[Tensor, "batch #heads query"]
+    positions: Int[Tensor, "batch heads key"], asking: Int[Tensor, "#batch #heads query"]
 ) -> Bool[Tensor, "batch heads query last"]:
     """Which keys each query does not see: later ones, and empty slots (position -1), which see nothing either.
 

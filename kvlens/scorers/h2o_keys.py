@@ -77,9 +77,10 @@ class H2OKeys(Plain):
         asked = positions.take_along_dim(last, -1)
         rule, total = Rule(keys.shape[-1] ** -0.5), torch.zeros_like(keys[..., 0])
         rows = max(ROWS, BLOCK // keys.shape[2])
-        for some, at in zip(asking.split(rows, 2), asked.split(rows, 2), strict=True):
-            hidden = unseen(positions, at)
-            weights = weights_without(some, keys, rule, hidden)[0]
+        for start in range(0, asking.shape[2], rows):
+            some = slice(start, start + rows)
+            hidden = unseen(positions, asked[:, :, some])
+            weights = weights_without(asking[:, :, some], keys, rule, hidden)[0]
             if hidden.shape[-1] == keys.shape[2]:  # else every key that asks sees a slot
                 weights.masked_fill_(hidden, 0.0)
             total += weights.sum(2)

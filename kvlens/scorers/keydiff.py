@@ -37,4 +37,5 @@ class KeyDiff(Plain):
         empty = (views.positions == EMPTY).to(keys.device)
         share = torch.linalg.vector_norm(keys, dim=-1).clamp(min=TINY).reciprocal_()
         anchor = normalize(share.masked_fill(empty, 0.0)[:, :, None] @ keys, dim=-1)  # its length does not count
-        return -(keys @ anchor.mT)[..., 0] * share
+        score: Tensor = -(keys @ anchor.mT)[..., 0] * share
+        return score

@@ -42,12 +42,16 @@ class Ranges:
             n_seen = n_seen.maximum(self.n_seen)
         grown = self._grown(int(n_seen.max()), positions, states[self.layers[0]][0])
         chunks, lowest, highest = grown.held()
+        alike = bool(((positions == positions[:1]) & (positions != EMPTY)).all())
         place = torch.searchsorted(chunks, positions.long().div(self.size, rounding_mode="floor").contiguous())
         place = place.clamp(max=chunks.shape[1] - 1)
         padding = (positions == EMPTY)[:, None, :, None]
         for number, layer in enumerate(self.layers):
             for part, rows in enumerate(states[layer]):
                 rows = rows.to(positions.device)
+                if alike:
+                    _widen(lowest[:, number, part], highest[:, number, part], rows, place[0])
+                    continue
                 index = place[:, None, :, None].expand(rows.shape)
                 for ranges, how, nothing in ((lowest, "amin", torch.inf), (highest, "amax", -torch.inf)):
                     ranges[:, number, part].scatter_reduce_(2, index, rows.masked_fill(padding, nothing), how)
@@ -90,8 +94,28 @@ class Ranges:
         chunks, lowest, highest = self.held()
         place = torch.searchsorted(chunks[0], chunk.long().contiguous()).clamp(max=chunks.shape[1] - 1)
         found, number = [], self.layers.index(layer)
-        for part, states in enumerate(pair):
-            index = place[..., None].expand(states.shape).to(lowest.device)
-            low, high = (r[rows, number, part, kv_heads].gather(2, index) for r in (lowest, highest))
+        first = torch.arange(place.shape[0] * place.shape[1], device=place.device).view(*place.shape[:2], 1)
+        index = (first * chunks.shape[1] + place).reshape(-1).to(lowest.device)
+        for part, states in enumerate(pair):  # rows of one list: several times as fast as along an axis
+            each = (r[rows, number, part, kv_heads].flatten(0, 2) for r in (lowest, highest))
+            low, high = (r.index_select(0, index).view(states.shape) for r in each)
             found.append(scaled_deviation(wide(states.to(low.device)), wide(low), wide(high)))
         return torch.stack(found)
+
+
+def _widen(
+    low: Float[Tensor, "batch kv_head chunk d_head"],
+    high: Float[Tensor, "batch kv_head chunk d_head"],
+    rows: Float[Tensor, "batch kv_head new d_head"],
+    place: Int[Tensor, " new"],
+) -> None:
+    """Nothing; low and high cover these rows too, of which each stands in the chunk at its place, the same in all rows.
+
+    Rows of a chunk follow one another, so no scatter is needed, which takes many times as long.
+    """
+    which, counts = torch.unique_consecutive(place, return_counts=True)
+    stops = counts.cumsum(0).tolist()
+    for chunk, start, stop in zip(which.tolist(), [0, *stops], stops, strict=False):
+        piece = rows[:, :, start:stop]
+        low[:, :, chunk] = torch.minimum(low[:, :, chunk], piece.amin(2))
+        high[:, :, chunk] = torch.maximum(high[:, :, chunk], piece.amax(2))

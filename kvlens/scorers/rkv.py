@@ -10,8 +10,8 @@
 
 Defaults: `mix` (lambda) .07 as in the authors' code (the paper: .1), `window` 8, `pool` 7, `similar` .5. In their code
 a key that resembles none spares the oldest slot; here it spares none. Query-aware. For decoding; needs queries (own
-rows). Cost: 8 rows of weights and one product of all held keys with one another a layer and refresh, a block of rows at
-a time; carried, 8 queries a layer.
+rows). Cost: 8 rows of weights a layer and refresh, and products of each held key with those that are newer than the
+newest that it resembles (with all, where it resembles none); carried, 8 queries a layer.
 
 Source: R-KV, arXiv 2505.24133.
 """
@@ -93,18 +93,32 @@ def redundancy(
 ) -> Float[Tensor, "batch kv_head kept"]:
     """2., without a matrix of all slots by all slots."""
     directions = normalize(keys, dim=-1).masked_fill(~real[..., None], 0.0)
-    n_slots = keys.shape[2]
     total = (directions * directions.sum(2, keepdim=True)).sum(-1) - directions.square().sum(-1)
-    places = torch.arange(1.0, n_slots + 1, device=keys.device)  # half the bytes of integers, exact up to 2^24
-    rows = max(ROWS, BLOCK // n_slots)
-    for start in range(0, n_slots, rows):
-        cosines = directions[:, :, start : start + rows] @ directions.mT
-        cosines.diagonal(start, -2, -1).zero_()
-        alike = (cosines > similar) & real[:, :, None]
-        newest = torch.where(alike, places, 0.0).amax(-1).long()  # 0: resembles none
-        newest = newest.masked_fill(~real[:, :, start : start + rows], 0)
-        index = (newest - 1).clamp(min=0)
-        spared = cosines.gather(-1, index[..., None])[..., 0].masked_fill(newest == 0, 0.0)
-        total.scatter_add_(-1, index, -spared)
+    for row in range(len(keys)):
+        for head in range(keys.shape[1]):
+            total[row, head] -= _spared(directions[row, head], real[row, head], similar)
     mean = total / real.sum(-1, keepdim=True).clamp(min=1)
     return mean.masked_fill(~real, -torch.inf).softmax(-1)
+
+
+def _spared(
+    directions: Float[Tensor, "kept d_head"], real: Bool[Tensor, " kept"], similar: float
+) -> Float[Tensor, " kept"]:
+    """The cosines that count as 0, by the slot that they would have counted for; a key of length 0 resembles none.
+
+    Looked for from the newest slots on: most keys resemble one of the last few hundred and need no further look.
+    """
+    n_slots, spared = len(directions), directions.new_zeros(len(directions))
+    width = max(ROWS, BLOCK // n_slots)
+    searching = real.nonzero()[:, 0]
+    for stop in range(n_slots, 0, -width):
+        if not len(searching):
+            break
+        place = torch.arange(max(0, stop - width), stop, device=directions.device)
+        cosines = directions.index_select(0, searching) @ directions[place[0] : stop].mT
+        cosines.masked_fill_(searching[:, None] == place, 0.0)
+        newest = torch.where(cosines > similar, place, -1).amax(-1)
+        found = newest >= 0
+        newest, cosines, searching = newest[found], cosines[found], searching[~found]
+        spared.index_add_(0, newest, cosines.gather(-1, (newest - place[0])[:, None])[:, 0])
+    return spared

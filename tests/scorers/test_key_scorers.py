@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -170,10 +171,10 @@ def test_h2o_keys_adds_up_over_refreshes(seed: int, apart: bool, news: list[int]
     state = scorer.init(Facts(2, 4, 2, 4, (0, 1)))
     held = [[[] for _ in range(2)] for _ in range(2)]  # [layer][head]
     sums = [[{} for _ in range(2)] for _ in range(2)]
-    for last in np.cumsum(news):
+    for first, last in pairwise([0, *np.cumsum(news).tolist()]):
         scores = []
         for layer, head in np.ndindex(2, 2):
-            held[layer][head] += range(max([-1, *held[layer][head]]) + 1, int(last))
+            held[layer][head] += range(first, last)
         for layer in range(2):
             positions = torch.tensor(held[layer] if apart else held[layer][:1]).int()[None]
             shown = torch.stack([keys[layer, 0, head, held[layer][head]] for head in range(2)])[None]

@@ -317,6 +317,20 @@ def test_fitted_refuses_what_no_decoder_can_compute(changed: dict[str, Any], say
         table.make("fitted", {})
 
 
+@pytest.mark.parametrize("name", [name for name in SIGNALS if name != "lag_causal"])
+def test_fitted_takes_a_signal_from_several_layers(model: Model, name: str) -> None:
+    ids = token_ids(40)
+    parameters = {"signals": [name] * 2, "layers": [2, 0], "means": [0.5, 0.0], "scales": [2.0, 0.5]}
+    chosen = policy("fitted", tokens=100, parameters=parameters | {"weights": [1.0, -3.0]})
+    with apply(chosen, model) as run:
+        streamed_logits(model, ids, [25, *[1] * 15])
+    seen = text(model, ids)
+    deep, first = (signal_by_hand(name, seen, layer) for layer in (2, 0))
+    expected = torch.from_numpy((deep - 0.5) / 2 - 3 * first / 0.5)[1:]
+    for _, scores in scores_of(run).values():
+        torch.testing.assert_close(scores[0, 0, 1:].double(), expected, atol=2e-3, rtol=2e-3)
+
+
 def test_fitted_lets_go_of_ranges_that_nobody_asks_for() -> None:
     one = {"signals": ["lag_causal"], "layers": [None], "means": [0.0], "scales": [1.0], "weights": [1.0]}
     fed = Fed("fitted", one)

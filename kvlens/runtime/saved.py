@@ -26,6 +26,7 @@ from kvlens.disk import as_path, disk, write_whole
 from kvlens.errors import InputError
 from kvlens.runtime.cache import HeldLayer, Ledger, adopt, all_tensors, ledger_of
 from kvlens.runtime.ragged import RaggedLayer
+from kvlens.runtime.takeover import check_shape, identity
 from kvlens.scorers.interface import mapped
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def save(run: Run, cache: Cache, path: str | Path) -> None:
     ledger = ledger_of(cache)
     if ledger is None:
         raise InputError("this cache is under no policy, so there is nothing of kvlens to save in it")
+    if ledger.broken or ledger.driven or not ledger.sets:
+        raise InputError("no forward pass with this cache has ended well, so it is not whole", "save a new one")
     meta = _identity(run) | {name: getattr(ledger, name) for name in _COUNTS}
     meta["layers"] = [_numbers(layer) for layer in cache.layers]
     found = {
@@ -79,7 +82,7 @@ def _identity(run: Run) -> dict[str, Any]:
     model = run.model
     return {
         "schema": SCHEMA,
-        "model": model.fingerprint.partition("-")[0],
+        "model": identity(run),
         "scorer": run.policy.scorer.model_dump(mode="json"),
         "dtype": str(model.dtype),
         "managed": list(run.layers),
@@ -101,7 +104,9 @@ def _rebuilt(run: Run, meta: dict[str, Any], found: dict[str, Tensor]) -> Cache:
     cache = DynamicCache(config=run.model.decoder.config)
     skeleton = run.scorer.init(run.facts)
     state = mapped(skeleton, found.get)
-    ledger = Ledger(run.scorer, state, run.layers, weakref.ref(run), found["n_own"], found["n_prompt"])
+    ledger = Ledger(
+        run.scorer, state, run.layers, weakref.ref(run), found["n_own"], found["n_prompt"], model=identity(run)
+    )
     adopt(cache, ledger, run.model)
     n_sets = sum(name.startswith("positions.") for name in found)
     ledger.sets = [found[f"positions.{number}"] for number in range(n_sets)]
@@ -124,6 +129,7 @@ def _rebuilt(run: Run, meta: dict[str, Any], found: dict[str, Tensor]) -> Cache:
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = int(numbers["n_seen"])
     _check_widths(run, cache, ledger)
+    check_shape(run, cache, ledger)
     return cache
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 
@@ -34,9 +35,9 @@ from kvlens.errors import InputError, ModelRefused
 from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
 from kvlens.policy_file import check_model, read_policy
-from kvlens.runtime import attention, budget, report, saved
-from kvlens.runtime.cache import Ledger, adopt, ledger_of, new_positions
-from kvlens.runtime.call import Pass, cache_of, inputs_of, looked_over
+from kvlens.runtime import attention, budget, report, saved, takeover
+from kvlens.runtime.cache import Ledger, adopt, ledger_of
+from kvlens.runtime.call import Pass, cache_of, inputs_of, looked_over, new_positions
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.received import received
 from kvlens.runtime.refresh import Means, refresh
@@ -78,7 +79,7 @@ class Run:
         self.log = report.Log(record=record)
         self.cache: Cache | None = None
         self.active = False
-        self._pass: Pass | None = None
+        self._passes: dict[int, Pass] = {}  # by thread
         budget.check_table(policy, model)
 
     def events(self) -> pd.DataFrame:
@@ -99,11 +100,26 @@ class Run:
         """The cache of such a file, ready for `generate(..., past_key_values=cache)` under this run."""
         return saved.load(self, path)
 
+    @property
+    def _pass(self) -> Pass | None:
+        """The forward pass under way in this thread."""
+        return self._passes.get(get_ident())
+
+    def _abandon(self) -> None:
+        """A pass that never came to its end (Ctrl-C tells no hook) leaves a cache that is not whole."""
+        if (left := self._passes.pop(get_ident(), None)) is not None:
+            left.ledger.driven, left.ledger.broken = False, True
+
+    def close(self) -> None:
+        """Nothing; the policy works no more."""
+        self.active = False
+        self._abandon()
+
     # 1. and 2.
 
     def before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before the model: the cache is adopted, the new tokens get positions."""
-        self._pass = None
+        self._abandon()
         name, cache = cache_of(decoder, kwargs)
         uses = kwargs.get("use_cache")
         if cache is None and not (decoder.config.use_cache if uses is None else uses):
@@ -112,16 +128,16 @@ class Run:
             cache = DynamicCache(config=decoder.config)
             kwargs = kwargs | {name: cache}
         ledger = ledger_of(cache) if isinstance(cache, Cache) else None
-        if ledger is not None and ledger.owner() is not self:
-            owner = ledger.owner()
-            if owner is not None and owner.active:
-                return args, kwargs
-            self._take_over(ledger)
+        if ledger is not None and takeover.is_anothers(self, cache, ledger):
+            return args, kwargs
         inputs = inputs_of(args, kwargs, self.policy.scorer.name if IDS in self.scorer.needs else None)
         batch, n_new = inputs.shape[:2]
         if ledger is None:
             none = torch.zeros(batch, dtype=torch.long, device=self.model.device)
-            ledger = Ledger(self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self), none, none)
+            model = takeover.identity(self)
+            ledger = Ledger(
+                self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self), none, none, model=model
+            )
             adopt(cache, ledger, self.model)
         mask = kwargs.get("attention_mask")
         positions, own = new_positions(ledger, mask, n_new)
@@ -132,17 +148,8 @@ class Run:
             evicted = False  # it covers what is held, and every layer holds the same
         ledger.driven, ledger.own = True, own
         ids = inputs if IDS in self.scorer.needs else None
-        self.cache, self._pass = cache, Pass(ledger, cache, positions, own, evicted, ids=ids)
+        self.cache, self._passes[get_ident()] = cache, Pass(ledger, cache, positions, own, evicted, ids=ids)
         return args, kwargs
-
-    def _take_over(self, ledger: Ledger) -> None:
-        """Go on with a cache of a run that is over, whose scorer must be this one's: its statistics go on."""
-        if ledger.scorer != self.scorer:
-            raise InputError(
-                f"this cache was scored by {ledger.scorer!r:.120}, the policy now says {self.scorer!r:.120}",
-                "go on under the same scorer, or start a new cache",
-            )
-        ledger.owner = weakref.ref(self)
 
     def see_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before each managed attention layer: its mask, once a slot has left."""
@@ -192,7 +199,7 @@ class Run:
 
     def after(self, _: nn.Module, __: Any, output: Any) -> None:
         """What runs after the model: the scorer observes, slots leave."""
-        now, self._pass = self._pass, None
+        now = self._passes.pop(get_ident(), None)
         if now is None:
             return
         now.ledger.driven, now.ledger.own = False, None
@@ -202,6 +209,7 @@ class Run:
         now.ledger.broken = True
         with torch.no_grad():
             self._take_in(now)
+            takeover.check_whole(now.cache, now.ledger)
             n_before = self._most_held(now.cache)
             if self._due(now):
                 mean = budget.nominal(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
@@ -270,7 +278,7 @@ def apply(
         def undo(handle: Any) -> Callable[[], None]:
             return handle.remove
 
-        stack.callback(setattr, run, "active", False)
+        stack.callback(run.close)
         run.active = True
         stack.callback(undo(decoder.register_forward_pre_hook(run.before, with_kwargs=True, prepend=True)))
         for index in run.layers:

@@ -41,6 +41,7 @@ class Ledger:
     owner: weakref.ref[Any]
     n_own: Int[Tensor, " batch"]  # tokens of each row seen so far, padding not counted
     n_prompt: Int[Tensor, " batch"]  # those that came before the first decoded token
+    model: str = ""  # which architecture filled it (takeover.py)
     sets: list[Int[Tensor, "batch heads _"]] = field(default_factory=list)
     in_prompt: bool = True
     since: int = 0  # tokens since the last eviction was due
@@ -112,7 +113,7 @@ class HeldLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[2]
-        if not self._room or held + new > self._room[0].shape[2]:
+        if not self._room or held + new > self._room[0].shape[2] or is_frozen(self._room[0]):
             free = BLOCK_TOKENS - 1 if held and new < BLOCK_TOKENS else 0
             for part, states in enumerate((key_states, value_states)):
                 self._grow(part, states, held, held + new + free)
@@ -231,9 +232,14 @@ class HeldLayer(DynamicLayer):
             yield from (("keys", self.keys), ("values", self.values))
 
 
+def is_frozen(states: Tensor) -> bool:
+    """Whether these were made under torch.inference_mode and nothing may be written into them outside it."""
+    return states.is_inference() and not torch.is_inference_mode_enabled()
+
+
 def ledger_of(cache: Cache) -> Ledger | None:
     """The ledger of an evicting cache; None for any other."""
-    return next((layer.ledger for layer in cache.layers if isinstance(layer, HeldLayer)), None)
+    return next((layer.ledger for layer in getattr(cache, "layers", ()) if isinstance(layer, HeldLayer)), None)
 
 
 def adopt(cache: Any, ledger: Ledger, model: Model) -> None:
@@ -245,9 +251,11 @@ def adopt(cache: Any, ledger: Ledger, model: Model) -> None:
         DynamicLayer.__name__,
         DynamicSlidingWindowLayer.__name__,
     }
-    if not isinstance(cache, Cache) or kinds or getattr(cache, "offloading", False):
+    offloaded = getattr(cache, "offloading", False)
+    if not isinstance(cache, Cache) or not hasattr(cache, "layers") or kinds or offloaded:
+        of = ", ".join(sorted(kinds)) or ("offloaded layers" if offloaded else "")
         raise ModelRefused(
-            f"a policy cannot manage a {type(cache).__name__} of {', '.join(sorted(kinds)) or 'offloaded layers'}",
+            f"a policy cannot manage a {type(cache).__name__}{' of ' + of if of else ''}",
             "generate with transformers' default cache",
         )
     if cache.get_seq_length() > 0:
@@ -280,18 +288,3 @@ def storage_bytes(tensors: Iterator[tuple[str, Tensor]]) -> int:
 def physical_bytes(cache: Cache) -> int:
     """Bytes of all storages of a cache, a policy's own tensors included."""
     return storage_bytes(all_tensors(cache))
-
-
-def new_positions(
-    ledger: Ledger, mask: Tensor | None, n_new: int
-) -> tuple[Int[Tensor, "batch new"], Bool[Tensor, "batch new"] | None]:
-    """Positions of the next tokens of every row (-1 for padding), and which are no padding (None: all).
-
-    `mask` is a model call's attention mask; one of [batch, tokens] says which tokens are padding.
-    """
-    before = ledger.n_own[:, None]
-    if mask is not None and mask.ndim == 2:
-        own = mask[:, mask.shape[1] - n_new :].to(device=before.device, dtype=torch.bool)
-        if not bool(own.all()):
-            return (before + own.cumsum(-1) - 1).masked_fill(~own, EMPTY), own
-    return before + torch.arange(n_new, device=before.device), None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache
 from kvlens import forward
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError
-from kvlens.runtime.cache import Ledger
+from kvlens.runtime.cache import EMPTY, Ledger
 
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 
@@ -79,3 +80,25 @@ def looked_over(hf_model: Any) -> Iterator[Model]:
             weight.requires_grad_(True)
         if training:
             hf_model.train()
+
+
+def new_positions(
+    ledger: Ledger, mask: Tensor | Mapping[str, Any] | None, n_new: int
+) -> tuple[Int[Tensor, "batch new"], Bool[Tensor, "batch new"] | None]:
+    """Positions of the next tokens of every row (-1 for padding), and which are no padding (None: all).
+
+    `mask` is a model call's attention mask; one of [batch, tokens] says which tokens are padding.
+
+    Raises: InputError for masks by kind of layer, which say nothing of padding.
+    """
+    if isinstance(mask, Mapping):
+        raise InputError(
+            f"a policy takes one attention mask, not one for each of {', '.join(map(str, mask))!r:.80}",
+            "give the mask of [batch, tokens] that says which tokens are padding, or none",
+        )
+    before = ledger.n_own[:, None]
+    if mask is not None and mask.ndim == 2:
+        own = mask[:, mask.shape[1] - n_new :].to(device=before.device, dtype=torch.bool)
+        if not bool(own.all()):
+            return (before + own.cumsum(-1) - 1).masked_fill(~own, EMPTY), own
+    return before + torch.arange(n_new, device=before.device), None

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlens.errors import ModelRefused
-from kvlens.runtime.cache import BLOCK_TOKENS, EMPTY, HeldLayer, Ledger
+from kvlens.runtime.cache import BLOCK_TOKENS, EMPTY, HeldLayer, Ledger, is_frozen
 
 
 class RaggedLayer(HeldLayer):
@@ -77,7 +77,8 @@ class RaggedLayer(HeldLayer):
         counts = [new] * self.shape[0] if own is None else own.sum(-1).tolist()
         counts = [n for n in counts for _ in range(self.shape[1])]
         room = [*self.starts[1:], self.keys.shape[0]]
-        if any(s + n + c > r for s, n, c, r in zip(self.starts, self.lengths, counts, room, strict=True)):
+        full = any(s + n + c > r for s, n, c, r in zip(self.starts, self.lengths, counts, room, strict=True))
+        if full or is_frozen(self.keys):
             self._make_room([c + (BLOCK_TOKENS - 1 if new < BLOCK_TOKENS else 0) for c in counts])
         slots = torch.cat(
             [torch.arange(s + n, s + n + c) for s, n, c in zip(self.starts, self.lengths, counts, strict=True)]

@@ -52,6 +52,9 @@ def received(
     for row in range(batch):
         for head in range(n_kv_heads):
             real = positions[row, head] != EMPTY
+            if not bool(real.any()):  # only padding so far
+                spreads[row] = torch.nan
+                continue
             asked = query[row : row + 1, head * group : (head + 1) * group]
             keys = layer.pair(row, head)[0][None, None]
             held = positions[row, head][real][None, None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from time import perf_counter
 
 import torch
@@ -32,6 +33,8 @@ from kvlens.runtime.ragged import RaggedLayer
 from kvlens.runtime.report import Log
 from kvlens.runtime.reread import SecondPass
 from kvlens.scorers.interface import Kept, Reread, Views, select
+
+_ONE_AT_A_TIME = Lock()  # a second pass lays what its blocks put out where another thread's would read it
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ def of_layer(
 
     def reread(row: slice, head: slice, ids: Tensor, states: Tensor | None) -> Tensor:
         if index not in found and means.second_pass is not None:
-            found.update(means.second_pass(cache, ledger, ids, states))
+            with _ONE_AT_A_TIME:
+                found.update(means.second_pass(cache, ledger, ids, states))
         return found[index][row, head]
 
     def keys_of(other: int) -> Tensor:
@@ -164,6 +168,8 @@ def of_layer(
     for row in range(batch):
         for head in range(heads):
             real = held[row, head] != EMPTY
+            if not bool(real.any()):  # only padding so far: there is nothing to score
+                continue
             keys, values = (part[None, None] for part in layer.pair(row, head))
             place = slice(row, row + 1), slice(head, head + 1)
             again = None

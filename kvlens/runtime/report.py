@@ -127,8 +127,8 @@ def of(run: Run) -> Report:
     """3."""
     log, cache = run.log, run.cache
     ledger = None if cache is None else ledger_of(cache)
-    if cache is None or ledger is None:
-        raise InputError("no forward pass has gone through this run yet", "generate first, then ask for the report")
+    if cache is None or ledger is None or not ledger.sets:
+        raise InputError("no forward pass of this run has ended well yet", "generate first, then ask for the report")
     layers = [layer for layer in cache.layers if isinstance(layer, HeldLayer)]
     one = budget.token_bytes(run.model, run.layers)
     rows = len(ledger.n_own)

@@ -22,11 +22,13 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvlens.causal_lm import Model
 from kvlens.disk import as_path, disk, write_whole
 from kvlens.errors import InputError
-from kvlens.runtime.cache import HeldLayer, Ledger, adopt, all_tensors, ledger_of
+from kvlens.runtime.cache import EMPTY, HeldLayer, Ledger, adopt, all_tensors, ledger_of
 from kvlens.runtime.ragged import RaggedLayer
-from kvlens.scorers.interface import mapped
+from kvlens.runtime.takeover import check_shape, identity
+from kvlens.scorers.interface import mapped, tensors
 
 if TYPE_CHECKING:
     from kvlens.runtime.apply import Run
@@ -40,8 +42,11 @@ def save(run: Run, cache: Cache, path: str | Path) -> None:
     ledger = ledger_of(cache)
     if ledger is None:
         raise InputError("this cache is under no policy, so there is nothing of kvlens to save in it")
+    if ledger.broken or ledger.driven or not ledger.sets:
+        raise InputError("no forward pass with this cache has ended well, so it is not whole", "save a new one")
     meta = _identity(run) | {name: getattr(ledger, name) for name in _COUNTS}
     meta["layers"] = [_numbers(layer) for layer in cache.layers]
+    meta["state"] = sorted(name for name, _ in tensors(ledger.state))
     found = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in all_tensors(cache)
     }
@@ -79,7 +84,7 @@ def _identity(run: Run) -> dict[str, Any]:
     model = run.model
     return {
         "schema": SCHEMA,
-        "model": model.fingerprint.partition("-")[0],
+        "model": identity(run),
         "scorer": run.policy.scorer.model_dump(mode="json"),
         "dtype": str(model.dtype),
         "managed": list(run.layers),
@@ -101,7 +106,11 @@ def _rebuilt(run: Run, meta: dict[str, Any], found: dict[str, Tensor]) -> Cache:
     cache = DynamicCache(config=run.model.decoder.config)
     skeleton = run.scorer.init(run.facts)
     state = mapped(skeleton, found.get)
-    ledger = Ledger(run.scorer, state, run.layers, weakref.ref(run), found["n_own"], found["n_prompt"])
+    if meta["state"] != sorted(name for name in found if name.startswith("state")):
+        raise ValueError("the scorer's state is not whole")
+    ledger = Ledger(
+        run.scorer, state, run.layers, weakref.ref(run), found["n_own"], found["n_prompt"], model=identity(run)
+    )
     adopt(cache, ledger, run.model)
     n_sets = sum(name.startswith("positions.") for name in found)
     ledger.sets = [found[f"positions.{number}"] for number in range(n_sets)]
@@ -123,20 +132,40 @@ def _rebuilt(run: Run, meta: dict[str, Any], found: dict[str, Tensor]) -> Cache:
             layer.keys, layer.values = keys, values
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = int(numbers["n_seen"])
-    _check_widths(run, cache, ledger)
+    _check_sizes(run, cache, ledger)
+    check_shape(run, cache, ledger)
     return cache
 
 
-def _check_widths(run: Run, cache: Cache, ledger: Ledger) -> None:
+def _check_sizes(run: Run, cache: Cache, ledger: Ledger) -> None:
     """Raise ValueError where the parts of a file do not fit together."""
-    for index in run.layers:
-        layer = cache.layers[index]
-        held = ledger.set_of(index)
-        heads = layer.shape[1] if isinstance(layer, RaggedLayer) else layer.keys.shape[1]
-        fits = held.shape[-1] == layer.n_held and heads == run.model.n_kv_heads
-        if not fits or layer.keys.shape[-1] != run.model.d_head or layer.n_seen < layer.n_held:
-            raise ValueError(f"layer {index} and its positions are of different sizes")
-        if isinstance(layer, RaggedLayer):
-            ends = [s + n for s, n in zip(layer.starts, layer.lengths, strict=True)]
-            if min(layer.starts) < 0 or max(ends) > len(layer.keys) or torch.numel(held[:, :1]) == 0:
-                raise ValueError(f"layer {index} has heads that end outside its storage")
+    model, rows = run.model, len(ledger.n_own)
+    held = ledger.sets
+    counts = ledger.n_own.shape == ledger.n_prompt.shape == (rows,) and len(held) in (1, len(ledger.layers))
+    whole = [*held, ledger.n_own, ledger.n_prompt]
+    if not counts or any(part.is_floating_point() or part.lt(EMPTY).any() for part in whole):
+        raise ValueError("its positions are none")
+    if any(part.ndim == 0 or len(part) != rows for _, part in ledger.tensors()):
+        raise ValueError(f"not every part of it has {rows} rows")
+    for index, layer in enumerate(cache.layers):
+        keys, values = layer.keys, layer.values
+        if keys.shape[:-1] != values.shape[:-1] or keys.dtype != values.dtype:
+            raise ValueError(f"keys and values of layer {index} are of different kinds")
+        if index in ledger.layers:
+            _check_layer(model, layer, ledger.set_of(index), rows)
+
+
+def _check_layer(model: Model, layer: HeldLayer, held: Tensor, rows: int) -> None:
+    """The same for one managed layer and its positions."""
+    ragged = isinstance(layer, RaggedLayer)
+    shape = layer.shape if isinstance(layer, RaggedLayer) else layer.keys.shape[:2]
+    fits = held.ndim == 3 and held.shape[1] in (1, model.n_kv_heads) and held.shape[-1] == layer.n_held
+    fits = fits and tuple(shape) == (rows, model.n_kv_heads) and layer.keys.ndim == (2 if ragged else 4)
+    if not fits or layer.keys.shape[-1] != model.d_head or layer.n_seen < layer.n_held:
+        raise ValueError(f"layer {layer.index} and its positions are of different sizes")
+    if isinstance(layer, RaggedLayer):
+        ends = [s + n for s, n in zip(layer.starts, layer.lengths, strict=True)]
+        real = (held != EMPTY).sum(-1).expand(-1, model.n_kv_heads).flatten().tolist()
+        inside = max(ends) <= len(layer.keys) and all(e <= s for e, s in zip(ends, layer.starts[1:], strict=False))
+        if min(layer.starts) < 0 or layer.lengths != real or not inside:
+            raise ValueError(f"layer {layer.index} has heads that end outside their storage")

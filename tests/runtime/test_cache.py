@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from eviction import (
     uneven,
     written,
 )
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import FAMILIES, llama, token_ids
 from transformers.cache_utils import DynamicCache
@@ -277,8 +279,6 @@ def test_a_file_of_another_model_or_scorer_is_refused(model: Model, tmp_path: Pa
     "damage", ["no file", "no safetensors", "no header", "a list", "a tensor gone", "a row too few", "far ends"]
 )
 def test_a_damaged_file_is_refused(model: Model, damage: str, tmp_path: Path) -> None:
-    from safetensors import safe_open
-
     file = tmp_path / "cache.safetensors"
     chosen = policy("epikv", storage="ragged", **uneven(model))
     with apply(chosen, model) as run:
@@ -306,3 +306,34 @@ def test_a_damaged_file_is_refused(model: Model, damage: str, tmp_path: Path) ->
             save_file(tensors, file, metadata={"kvlens": json.dumps(meta)})
         with pytest.raises(InputError):
             run.load(file)
+
+
+DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows gone": lambda part: part[:1].clone(),
+    "rows twice": lambda part: torch.cat([part, part]),
+    "an axis more": lambda part: part[None].contiguous(),
+}
+
+
+@pytest.mark.parametrize("shape", ["uniform", "ragged", "padded"])
+@pytest.mark.parametrize("damage", [*DAMAGES, "gone", "another dtype"])
+def test_no_part_of_a_file_is_replaced_unnoticed(model: Model, shape: str, damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "cache.safetensors"
+    with apply(policy("h2o", **shapes(model)[shape]), model) as run:
+        streamed_logits(model, token_ids(30, batch=2), [29, 1])
+        run.save(file)
+        with safe_open(file, "pt") as opened:
+            meta, whole = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        for name, part in whole.items():
+            changed = dict(whole)
+            if damage == "gone":
+                del changed[name]
+            elif damage == "another dtype":  # whole numbers of another width do no harm, nor do counts in float64
+                if not part.is_floating_point() or name.startswith("state"):
+                    continue
+                changed[name] = part.to(torch.float16)
+            else:
+                changed[name] = DAMAGES[damage](part)
+            save_file(changed, file, metadata=meta)
+            with pytest.raises(InputError):
+                run.load(file)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
-from eviction import MANAGED, masked_logits, padded, policy, step_of_each, streamed_logits, uneven
+from eviction import MANAGED, masked_logits, padded, policy, settled, step_of_each, streamed_logits, uneven
 from tiny import FAMILIES, token_ids
 
 from kvlens import model as models
 from kvlens.model import Model
 from kvlens.runtime.apply import apply
 from kvlens.runtime.ragged import RaggedLayer
+from kvlens.scorers.table import TABLE
 
 TOLERANCE = 1e-4
 CHUNKS = {
@@ -32,6 +34,12 @@ SHAPES = {
     "padded by lag": lambda model: {"scorer": "lagkv", **uneven(model)},
     "uniform by surprise": lambda model: {"scorer": "surprise_fast", "trigger": "every:3"},
     "pages": lambda model: {"scorer": "random", "granularity": {"unit": "page", "page_size": 4}},
+}
+# Ragged, so that a row that holds nothing yet is seen by itself.
+SPARSE: dict[str, dict[str, Any]] = {
+    "even": {"reduce": "head", "storage": "ragged"},
+    "uneven": {"reduce": "head", "storage": "ragged", "allocate": {"name": "ada"}},
+    "pages": {"reduce": "head", "storage": "ragged", "granularity": {"unit": "page", "page_size": 3}},
 }
 
 
@@ -91,6 +99,22 @@ def test_padding_between_two_turns_is_no_token_either(shape: str) -> None:
             expected = masked_logits(model, ids[row, real], events[events.row == row], steps)
             torch.testing.assert_close(found[row, real], expected, atol=TOLERANCE, rtol=0)
             assert max(cached[0][row][0]) == int(real.sum()) - 1
+
+
+@pytest.mark.parametrize("shape", ["even", "uneven", "pages"])
+@pytest.mark.parametrize("scorer", TABLE)
+def test_pitfall_15_a_row_whose_first_chunks_are_all_padding(scorer: str, shape: str) -> None:
+    model, settings = family("llama"), SPARSE[shape]
+    ids, own, rows = padded([14, 3, 9], 8)
+    chunks = [2] * 11
+    chosen = policy(scorer, tokens=5, protect={"sinks": 1}, **settled(scorer, settings))
+    with apply(chosen, model) as run:
+        found = streamed_logits(model, ids, chunks, own=own)
+    events = run.events()
+    for row, tokens in enumerate(rows):
+        steps = step_of_each(chunks)[len(ids[0]) - len(tokens) :]
+        expected = masked_logits(model, tokens, events[events.row == row], steps)
+        torch.testing.assert_close(found[row, -len(tokens) :], expected, atol=TOLERANCE, rtol=0)
 
 
 def test_pitfall_16_rows_do_not_share_what_they_keep() -> None:

@@ -24,4 +24,4 @@ class KeyNorm(Plain):
     def score(self, state: None, views: Views) -> Float[Tensor, "batch kv_head kept"]:
         """For every slot of every head."""
         norm: Tensor = torch.linalg.vector_norm(wide(views.keys), dim=-1)
-        return -norm
+        return norm.neg_()

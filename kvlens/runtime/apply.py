@@ -222,7 +222,7 @@ class Run:
         return max(cache.layers[index].n_held for index in self.layers)
 
     def _take_in(self, now: Pass) -> None:
-        """4. One token by itself is decoded, also at the end of a prompt fed by chunks: choose a chunk that leaves none."""
+        """4. One token by itself is decoded, also at the end of a prompt in chunks: choose chunks that leave none."""
         ledger, first = now.ledger, not now.ledger.sets
         ledger.in_prompt &= first or now.n_new > 1
         ledger.append(now.positions, padded=now.own is not None)

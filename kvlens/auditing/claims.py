@@ -1,7 +1,8 @@
-"""How many bytes does a policy say its own state takes? Computed from parameters and shapes, never from what it held.
+"""How many bytes does a policy say its own state takes? Computed from parameters and shapes, never from what it stores.
 
 1. The scorer is shown as many tokens as the text has, all of them zeros of the model's shapes and dtype.
-2. It is told that the first ones of them stay, as many as the budget holds.
+2. It is told which positions stay (under `uniform` never more than the budget holds): a state that remembers tokens
+   which any layer still holds is larger the less the layers agree.
 3. The state it then has, and the positions of what stays, are what the policy declares beside keys and values.
 
 So a runtime that keeps more than this (an old storage behind a view, rows that should have left) breaks its claim.
@@ -9,19 +10,18 @@ So a runtime that keeps more than this (an old storage behind a view, rows that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.allocate.interface import Cells
 from kvlens.auditing.bytes import storage_bytes
 from kvlens.model import Model
 from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
 from kvlens.runtime import budget
-from kvlens.runtime.evict import protected
 from kvlens.runtime.rotary import rotations
 from kvlens.scorers.interface import (
     HIDDEN,
@@ -42,38 +42,31 @@ from kvlens.scorers.interface import (
 )
 
 
-def declared_bytes(policy: Policy, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) -> int:
-    """Bytes of the state and the positions that this policy keeps beside keys and values.
+def declared_bytes(
+    policy: Policy,
+    model: Model,
+    ids: Int[Tensor, "1 seen"],
+    facts: Facts,
+    stays: Sequence[Int[Tensor, "1 heads _"]],
+) -> int:
+    """Bytes of the state and the positions that this policy keeps beside keys and values; `stays` as the ledger has it.
 
     Cost: what the scorer's `observe` costs for one pass.
     """
-    n_seen = ids.shape[1]
-    prompt = torch.tensor([n_seen], device=ids.device)
-    heads = facts.n_kv_heads if policy.reduce == "head" else 1
-    every = torch.arange(n_seen, device=ids.device, dtype=torch.int32).expand(1, heads, -1)
-    widths = [min(n_seen, int(limit.max())) for limit in _limits(policy, model, every, prompt, facts)]
-    leaves = n_seen > min(widths)
-    kept = [(every if leaves else every[:, :1])[..., :width].contiguous() for width in widths]
+    prompt = torch.tensor([ids.shape[1]], device=ids.device)
+    kept = [positions.clone() for positions in stays]
+    if policy.allocate.name == "uniform":
+        tokens = budget.nominal(policy, budget.fixed_tokens(policy, model, facts.layers), prompt, facts.layers)
+        kept = [positions[..., : int(tokens)].clone() for positions in kept]
     scorer = policy.scorer.make()
     state = scorer.init(facts)
     state = scorer.observe(state, _zeros(scorer, state, model, ids, facts))  # 1.
-    if leaves:
-        worth = [torch.zeros(every.shape, device=ids.device)] * len(kept)
-        state = select(state, Kept(kept, [positions.long() for positions in kept], worth))  # 2.
+    if any(positions.shape[-1] < ids.shape[1] for positions in kept):
+        worth = [torch.zeros((1, positions.shape[1], ids.shape[1]), device=ids.device) for positions in kept]
+        state = select(state, Kept(kept, [positions.long().clamp(min=0) for positions in kept], worth))  # 2.
     counts = 2 * prompt.element_size()  # how many tokens came, and how many of them are prompt
     positions = sum(positions.numel() * positions.element_size() for positions in kept)
     return storage_bytes(tensor for _, tensor in tensors(state)) + positions + counts  # 3.
-
-
-def _limits(policy: Policy, model: Model, every: Tensor, prompt: Tensor, facts: Facts) -> list[Tensor]:
-    """The budget of every set; where it follows the scores, the mean of all."""
-    mean = budget.nominal(policy, budget.fixed_tokens(policy, model, facts.layers), prompt, facts.layers)
-    n_sets, allocator = 1 if policy.reduce == "all" else len(facts.layers), policy.allocate.make()
-    if allocator.reads_scores:
-        return [mean] * n_sets
-    safe = protected(policy.protection(), every, prompt, prompt)
-    limits = allocator.budgets(Cells(facts.layers, mean, [every] * n_sets, [safe] * n_sets))
-    return [limit.clamp(max=int(mean)) for limit in limits] if policy.storage == "uniform_cap" else limits
 
 
 def _zeros(scorer: Any, state: Any, model: Model, ids: Int[Tensor, "1 seen"], facts: Facts) -> Seen:

@@ -109,7 +109,7 @@ class PolicyMethod:
             keys_values = [part for layer in cache.layers for part in (layer.keys, layer.values)]
             beside = [tensor for _, tensor in all_tensors(cache)]
             slides = sum(part.untyped_storage().nbytes() for layer in plain for part in (layer.keys, layer.values))
-            declared = declared_bytes(self.policy, model, ids, run.facts)
+            declared = declared_bytes(self.policy, model, ids, run.facts, [] if ledger is None else ledger.sets)
             claimed = run.report().claimed_bytes + declared + slides
             positions = [] if ledger is None else [ledger.set_of(layer.index) for layer in managed]
             kept = (

@@ -101,9 +101,9 @@ def test_pitfall_03_a_small_cache_carries_no_queries(shape: str) -> None:
     ids, own, _ = padded([30, 21], 20)
     parameters = {"sinks": 1, "chunk": 8}
     with apply(policy("compactor", parameters=parameters, trigger="prefill", **more), model) as run:
-        streamed_logits(model, ids[:, :11], [11], own=own[:, :11])
-        assert ledger_of(run.cache).state.queries.shape[3] == 2
-        streamed_logits(model, ids[:, 11:], [19, *[1] * 20], run.cache, own=own)
+        streamed_logits(model, ids[:, :6], [6], own=own[:, :6])  # no head holds more than its budget yet
+        assert ledger_of(run.cache).state.queries.shape[3] == 5
+        streamed_logits(model, ids[:, 6:], [24, *[1] * 20], run.cache, own=own)
     state = ledger_of(run.cache).state
     assert state.queries.numel() == state.keys.numel() == 0
     kept = {p for rows in run.report().kept.values() for head in rows[0] for p in head}

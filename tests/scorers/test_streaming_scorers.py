@@ -69,7 +69,8 @@ def lag_of_held(keys: np.ndarray, values: np.ndarray, held: list[int], n: int, s
                 for p in mates:
                     total[p] = math.nan
                 continue
-            raised = [math.exp(signal_oracles.scaled_deviation(states[p], after)) for p in mates]
+            spread = [signal_oracles.scaled_deviation(states[p], after) for p in mates]
+            raised = [math.exp(one - max(spread)) for one in spread]  # keys that hardly differ scale to hundreds
             for p, share in zip(mates, raised, strict=True):
                 total[p] += share / sum(raised)
     return [math.nan if p // size >= n // size else total[p] for p in held]

@@ -91,7 +91,7 @@ def main() -> None:
             "keep_fraction": KEEP,
             "length": length,
             "protect": {"sinks": 4, "recent": 32},
-            "seconds_a_text": plain.meta["wall_seconds"] / len(plain.cases["case"].unique()),
+            "seconds_a_text": plain.meta["wall_seconds"] / len(texts[: 1 if trial else None]),
             "rows": rows(plain),
             "asked": rows(asked),
             "differences": asked.documents["audit"]["differences"],

@@ -142,7 +142,7 @@ class Run:
         mask = kwargs.get("attention_mask")
         positions, own = new_positions(ledger, mask, n_new)
         layers = [cache.layers[index] for index in self.layers]
-        evicted = any(layer.n_seen != layer.n_held for layer in layers)
+        evicted = ledger.lost
         if evicted and isinstance(mask, Tensor) and mask.ndim == 4:
             attention.check_given_mask(mask, ledger, layers[0].n_held + n_new)
             evicted = False  # it covers what is held, and every layer holds the same

@@ -47,6 +47,7 @@ class Ledger:
     since: int = 0  # tokens since the last eviction was due
     step: int = 0  # forward passes
     holes: bool = False  # whether any slot is empty
+    lost: bool = False  # whether any token has left: a hole in its place need not make a layer narrower
     driven: bool = False  # whether a forward pass of a run is under way
     broken: bool = False  # whether one ended with an exception
     own: Bool[Tensor, "batch new"] | None = None  # which of the tokens under way are no padding; None: all

@@ -83,6 +83,7 @@ def refresh(policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " ba
             _compact(policy, cache, index, positions, choice)
     # 6.
     ledger.sets = [choice.positions for choice in choices]
+    ledger.lost = True
     ledger.holes = any(bool((positions == EMPTY).any()) for positions in ledger.sets)
     ledger.state = select(ledger.state, Kept(ledger.sets, [choice.index for choice in choices], scores))
     log.evicting_seconds += perf_counter() - started

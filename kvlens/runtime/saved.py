@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvlens.runtime.apply import Run
 
 SCHEMA = "kvlens.cache/1"
-_COUNTS = ("in_prompt", "since", "step", "holes")
+_COUNTS = ("in_prompt", "since", "step", "holes", "lost")
 
 
 def save(run: Run, cache: Cache, path: str | Path) -> None:

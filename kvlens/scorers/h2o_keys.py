@@ -84,4 +84,4 @@ class H2OKeys(Plain):
             if hidden.shape[-1] == keys.shape[2]:  # else every key that asks sees a slot
                 weights.masked_fill_(hidden, 0.0)
             total += weights.sum(2)
-        return total + state.look_up(views)
+        return total + state.look_up(views).to(total.device)

@@ -52,7 +52,8 @@ class Before:
         if views.kv_heads.start is not None:  # one head, without its empty slots
             sums = sums[:, views.kv_heads] if sums.shape[1] > 1 else sums
             sums = sums[~sums.isnan()][None, None]
-        return pad(sums.nan_to_num(0.0), (0, views.positions.shape[-1] - sums.shape[-1]))
+        sums = sums.to(views.keys.device).nan_to_num(0.0)
+        return pad(sums, (0, views.positions.shape[-1] - sums.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -84,4 +85,4 @@ class H2OKeys(Plain):
             if hidden.shape[-1] == keys.shape[2]:  # else every key that asks sees a slot
                 weights.masked_fill_(hidden, 0.0)
             total += weights.sum(2)
-        return total + state.look_up(views).to(total.device)
+        return total + state.look_up(views)

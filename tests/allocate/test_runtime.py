@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eviction import masked_logits, padded, policy, step_of_each, streamed_logits, written
+from eviction import cache_keyword, masked_logits, padded, policy, step_of_each, streamed_logits, written
 from tiny import FAMILIES, token_ids
 
 from kvlens import model as models
@@ -112,9 +112,9 @@ def test_ragged_bytes_are_those_of_uniform_within_a_block_a_head(name: str, allo
         with apply(policy("h2o", tokens=16, **settings), model) as run:
             cache, start, sizes = models.new_cache(model), 0, []
             for n in chunks:
-                more = {"position_ids": torch.arange(start, start + n)[None]}
+                more = {"position_ids": torch.arange(start, start + n)[None], cache_keyword(model): cache}
                 with torch.no_grad():
-                    model.hf(ids[:, start : start + n], past_key_values=cache, use_cache=True, **more)
+                    model.hf(ids[:, start : start + n], use_cache=True, **more)
                 start += n
                 sizes.append(run.report().held_bytes)
         held[kind] = sizes

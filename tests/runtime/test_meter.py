@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from eviction import policy
+from eviction import cache_keyword, policy
 from tiny import llama, token_ids
 from transformers.cache_utils import DynamicCache
 
@@ -27,7 +27,7 @@ def metered(model: Model, n_prompt: int, n_new: int) -> tuple[Meter, DynamicCach
     meter = Meter(cache)
     settings: dict[str, Any] = {"max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(ids)
-    model.hf.generate(ids, attention_mask=mask, past_key_values=cache, streamer=meter, **settings)
+    model.hf.generate(ids, attention_mask=mask, streamer=meter, **{cache_keyword(model): cache}, **settings)
     return meter, cache
 
 

@@ -176,9 +176,7 @@ def _subsets(run: Run, trace_id: str | None) -> dict[str, Any] | None:
     if not reports:
         return None
     columns = {name: pd.Series([report[name] for report in reports], dtype=float) for name in ("r2", "rank_agreement")}
-    median = {
-        name: column.dropna().median() for name, column in columns.items()
-    }  # pandas 2 warns of no values
+    median = {name: column.dropna().median() for name, column in columns.items()}  # pandas 2 warns of no values
     reasons = sorted({report["reason"] for report in reports if report.get("reason")})
     n_subsets = sum(report["n_subsets"] for report in reports)
     return {"n_subsets": n_subsets, "n_traces": len(reports), **median, "reasons": reasons}

@@ -10,7 +10,7 @@
 # 3. what it is worth to have seen the question;
 # 4. a method of your own, and how a cheat is caught.
 #
-# The whole takes about two minutes on two CPU cores; `experiments/06_audit.py` audits everything.
+# The whole takes minutes on two CPU cores; `experiments/06_audit.py` audits everything.
 
 # %%
 import importlib.util
@@ -76,4 +76,4 @@ found.pivot(index="method", columns="visibility", values="kl_nats").sort_values(
 # 1. `kvlens.audit(text, policies=["my.json"], ...)` audits a file that `kvlens export` wrote, with its own budget.
 # 2. Give a policy `allocate={"name": "contour"}, reduce="head", storage="ragged"` and a scorer that tells heads apart.
 #    What do `padded` and `uniform_cap` make of it?
-# 3. `scorers=["all"], presses=["all"]` runs everything: about three minutes a text of 1,024 tokens.
+# 3. `scorers=["all"], presses=["all"]` runs everything; give it short texts or time.

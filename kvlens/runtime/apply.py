@@ -192,7 +192,7 @@ class Run:
             new = key[:, :, key.shape[2] - now.n_new :]
             these = Asked(layer, now.positions, query, new, rule, self.means.rotations.get(layer))
             now.notes[layer] = self.scorer.note(now.ledger.state, these)
-        self.log.scoring_seconds += perf_counter() - started
+        self.log.scored(perf_counter() - started)
         return output
 
     # 4. and 5.
@@ -239,7 +239,7 @@ class Run:
         ledger.state = self.scorer.observe(ledger.state, seen)
         for index in self.layers:
             now.cache.layers[index].forget_new()
-        self.log.scoring_seconds += perf_counter() - started
+        self.log.scored(perf_counter() - started)
 
     def _due(self, now: Pass) -> bool:
         """Whether the trigger asks for an eviction after this pass."""

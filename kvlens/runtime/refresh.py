@@ -68,7 +68,7 @@ def refresh(policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " ba
         _scores(policy, cache, ledger, group, positions, means, found)
         for group, positions in zip(groups, held, strict=True)
     ]
-    log.scoring_seconds += perf_counter() - started
+    log.scored(perf_counter() - started)
     # 4.
     started = perf_counter()
     if limits is None:
@@ -86,8 +86,7 @@ def refresh(policy: Policy, cache: Cache, ledger: Ledger, mean: Int[Tensor, " ba
     ledger.lost = True
     ledger.holes = any(bool((positions == EMPTY).any()) for positions in ledger.sets)
     ledger.state = select(ledger.state, Kept(ledger.sets, [choice.index for choice in choices], scores))
-    log.evicting_seconds += perf_counter() - started
-    log.n_evictions += 1
+    log.refreshed(perf_counter() - started)
 
 
 def _cells(policy: Policy, ledger: Ledger, held: Sequence[Tensor], mean: Tensor, heads: int) -> Cells:

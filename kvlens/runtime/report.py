@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -66,7 +67,7 @@ class Report:
 
 @dataclass
 class Log:
-    """What a run was told."""
+    """What a run was told; threads may tell it at the same time."""
 
     record: bool
     n_passes: int = 0
@@ -79,12 +80,25 @@ class Log:
     scoring_seconds: float = 0.0
     evicting_seconds: float = 0.0
     parts: list[dict[str, Any]] = field(default_factory=list)
+    _sums: Lock = field(default_factory=Lock, repr=False)  # `+=` reads and writes apart: a thread may come between
+
+    def scored(self, seconds: float) -> None:
+        """1. after the scorer observed or scored."""
+        with self._sums:
+            self.scoring_seconds += seconds
 
     def hold(self, n_before: int, n_after: int) -> None:
         """1. after a forward pass: the most slots of any layer before and after the eviction."""
-        self.n_passes += 1
-        self.most_in_pass = max(self.most_in_pass, n_before)
-        self.most_held = max(self.most_held, n_after)
+        with self._sums:
+            self.n_passes += 1
+            self.most_in_pass = max(self.most_in_pass, n_before)
+            self.most_held = max(self.most_held, n_after)
+
+    def refreshed(self, seconds: float) -> None:
+        """1. after an eviction from all sets."""
+        with self._sums:
+            self.n_evictions += 1
+            self.evicting_seconds += seconds
 
     def evict(
         self,
@@ -95,8 +109,10 @@ class Log:
         choice: Choice,
     ) -> None:
         """1. for one set of slots, of one layer or (None) of all."""
-        self.n_tied, self.n_scored = self.n_tied + choice.n_tied, self.n_scored + choice.n_scored
-        self.n_evicted = self.n_evicted + choice.leaves.sum()
+        n_left = choice.leaves.sum()
+        with self._sums:
+            self.n_tied, self.n_scored = self.n_tied + choice.n_tied, self.n_scored + choice.n_scored
+            self.n_evicted = self.n_evicted + n_left
         if not self.record:
             return
         rows, heads, _ = (index.cpu().numpy() for index in choice.leaves.nonzero(as_tuple=True))

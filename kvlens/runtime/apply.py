@@ -43,6 +43,7 @@ from kvlens.runtime.received import received
 from kvlens.runtime.refresh import Means, refresh
 from kvlens.runtime.reread import second_pass
 from kvlens.runtime.rotary import rotations
+from kvlens.runtime.varlen import kernel_of
 from kvlens.scorers.interface import (
     HIDDEN,
     IDS,
@@ -75,6 +76,7 @@ class Run:
         self.scorer.init(self.facts)  # a scorer that cannot score this model says so before anything is hooked
         turns = rotations(model, self.layers) if ROTATION in self.scorer.needs else {}
         self.means = Means({}, second_pass(model, self.scorer.second_pass), turns)
+        self.kernel = kernel_of(model) if policy.storage == "ragged" else None
         self.tokens = budget.fixed_tokens(policy, model, self.layers)
         self.log = report.Log(record=record)
         self.cache: Cache | None = None
@@ -176,7 +178,7 @@ class Run:
         if now is None or layer not in self.layers:
             return own()
         held = now.cache.layers[layer]
-        output = attend(held, query, keywords, now.own) if isinstance(held, RaggedLayer) else own()
+        output = attend(held, query, keywords, now.own, self.kernel) if isinstance(held, RaggedLayer) else own()
         started = perf_counter()
         rule = self.means.rules[layer] = Rule.of_call(query, None, keywords)
         if QUERIES in self.scorer.needs:

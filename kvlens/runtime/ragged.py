@@ -5,7 +5,7 @@
 2. New tokens go behind each pair's last slot. Where a pair has no room left the storage is laid out anew.
 3. Eviction copies each pair's kept slots into fresh storage of exactly their number.
 4. Attention takes the pairs one by one: the queries of the head's group against its own slots. No head is widened to
-   another's length, and no KV head is repeated.
+   another's length, and no KV head is repeated. FlashAttention takes all pairs at once (varlen.py).
 
 The positions of a pair's slots are those of its row in the ledger's set that are not -1, in order.
 """
@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlens.errors import ModelRefused
 from kvlens.runtime.cache import BLOCK_TOKENS, EMPTY, HeldLayer, Ledger, is_frozen
+from kvlens.runtime.varlen import Kernel, attend_at_once
 
 
 class RaggedLayer(HeldLayer):
@@ -159,14 +160,17 @@ def attend(
     query: Float[Tensor, "batch head new d_head"],
     keywords: Mapping[str, Any],
     own: Bool[Tensor, "batch new"] | None,
+    kernel: Kernel | None = None,
 ) -> Float[Tensor, "batch new head d_head"]:
-    """4. What the layer puts out; padding queries of a row that holds nothing put out 0.
+    """4. What the layer puts out, at once where there is a kernel for it; what padding puts out is read by nobody.
 
     Raises: ModelRefused for attention with a soft cap or learned sinks.
     """
     for name in ("softcap", "s_aux"):
         if keywords.get(name) is not None:
             raise ModelRefused(f"attention with `{name}` over heads of different lengths", "use storage 'padded'")
+    if kernel is not None:
+        return attend_at_once(layer, query, keywords, own, kernel)
     batch, n_heads, new, d_head = query.shape
     group = n_heads // layer.shape[1]
     own = None if own is None else own.to(query.device)

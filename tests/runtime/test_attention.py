@@ -17,6 +17,7 @@ from kvlens.errors import ModelRefused
 from kvlens.runtime.apply import apply
 from kvlens.runtime.cache import EMPTY, HeldLayer, Ledger
 from kvlens.runtime.ragged import RaggedLayer, attend
+from kvlens.runtime.varlen import Kernel
 from kvlens.scorers import table
 
 
@@ -65,15 +66,52 @@ def ragged(
     return layer, pairs, (fresh[0], fresh[1][:, :heads], fresh[2][:, :heads])
 
 
+def varlen(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    of_queries: torch.Tensor,
+    of_keys: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    """What flash_attn_varlen_func says it does, written out, with what it asks of its arguments (2.8)."""
+    assert of_queries.dtype == of_keys.dtype == torch.int32
+    assert len(of_queries) == len(of_keys)
+    assert int(of_queries[-1]) == len(queries)
+    assert int(of_keys[-1]) == len(keys) == len(values)
+    assert {queries.stride(-1), keys.stride(-1), values.stride(-1)} == {1}
+    n_queries, n_keys = of_queries.diff(), of_keys.diff()
+    assert int(n_queries.max()) <= most_queries
+    assert int(n_keys.max()) <= most_keys
+    one_query_of_several_heads = most_queries == 1 and queries.shape[1] > keys.shape[1]
+    assert not (one_query_of_several_heads and (n_queries == 0).any())  # its known fault with empty sequences
+    group = queries.shape[1] // keys.shape[1]
+    out = torch.full_like(queries, torch.nan)
+    for (q0, q1), (k0, k1) in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True):
+        k, v = (part[k0:k1].repeat_interleave(group, 1).double() for part in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries[q0:q1].double(), k) * softmax_scale
+        if causal:  # the last query sees the last key
+            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(k1 - k0 - (q1 - q0) + 1).bool(), -torch.inf)
+        out[q0:q1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(), v).to(out.dtype)
+    return out
+
+
 @pytest.mark.parametrize("new", [1, 2, 40])
 @pytest.mark.parametrize("lengths", [[[0, 1]], [[5, 0], [1, 7]], [[3, 3], [3, 3]]])
 @pytest.mark.parametrize("padded", [False, True])
-def test_pitfall_18_heads_that_hold_nothing_or_one_token(lengths: list[list[int]], new: int, padded: bool) -> None:
+@pytest.mark.parametrize("kernel", [None, varlen])
+def test_pitfall_18_heads_that_hold_nothing_or_one_token(
+    lengths: list[list[int]], new: int, padded: bool, kernel: Kernel | None
+) -> None:
     own = torch.ones(len(lengths), new, dtype=torch.bool) if padded else None
     if own is not None:
         own[0, : new // 2] = False
     layer, pairs, (query, keys, values) = ragged(lengths, new, 4, own)
-    found = attend(layer, query, {"scaling": 0.5}, own)
+    found = attend(layer, query, {"scaling": 0.5}, own, kernel)
     for row in range(len(lengths)):
         real = torch.ones(new, dtype=torch.bool) if own is None else own[row]
         for head in range(2):

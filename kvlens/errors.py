@@ -19,7 +19,8 @@ class KvlensError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return self.message
+        """Both lines: in Python nobody else prints the hint."""
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
 
 class VerdictNo(KvlensError):

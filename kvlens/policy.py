@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -28,20 +28,22 @@ TRIGGER = re.compile(r"prefill|step|every:([1-9][0-9]{0,9})")
 
 
 class _Part(BaseModel):
-    """Frozen, strict, no unknown field."""
+    """Frozen, strict, no unknown field. `place` is where it stands in a policy, for errors."""
 
+    place: ClassVar[str] = ""
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def __init__(self, /, **data: Any) -> None:  # a file may have a field named self
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise refusal(error) from error
+            raise refusal(error, self.place) from error
 
 
 class ScorerChoice(_Part):
     """Which method scores, with its parameters."""
 
+    place = "scorer"
     name: str
     parameters: dict[str, Any] = Field(default_factory=dict)
 
@@ -57,6 +59,7 @@ class ScorerChoice(_Part):
 class Protect(_Part):
     """What never leaves: the first `sinks` tokens of a row, its last `recent` ones, its `prompt`."""
 
+    place = "protect"
     sinks: Count = 4
     prompt: bool = False
     recent: Count = 0
@@ -65,6 +68,7 @@ class Protect(_Part):
 class Granularity(_Part):
     """In which pieces tokens leave: one by one, or pages of `page_size` positions that leave only as a whole."""
 
+    place = "granularity"
     unit: Literal["token", "page"] = "token"
     page_size: Positive = 16
 
@@ -75,6 +79,7 @@ class Allocate(_Part):
     `table[layer][kv_head]` are the numbers of the method `table`.
     """
 
+    place = "allocate"
     name: Annotated[str, Field(json_schema_extra={"enum": list(allocators.TABLE)})] = "uniform"
     parameters: dict[str, Any] = Field(default_factory=dict)
     table: Annotated[tuple[HeadBudgets, ...], Field(strict=False, fail_fast=True)] | None = None
@@ -104,6 +109,7 @@ class Budget(_Part):
     the tokens of a row's prompt.
     """
 
+    place = "budget"
     tokens: Positive | None = None
     bytes: Positive | None = None
     keep_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -160,7 +166,7 @@ class Policy(_Part):
             least = min(min(row, default=0) for row in table) if table else 0
         kept = self.protection()
         if least is not None and kept.sinks + kept.recent > least:
-            floor = f" (the floor of allocate {name})" if kept.recent > self.protect.recent else ""
+            floor = f", the floor of allocate {name}, {name}:floor=N," if kept.recent > self.protect.recent else ""
             raise ValueError(
                 f"sinks {kept.sinks} + recent {kept.recent}{floor} do not fit into {least} tokens: they count inside "
                 "the budget"
@@ -178,10 +184,15 @@ class Policy(_Part):
         return None if self.trigger == "prefill" else int((found and found[1]) or 1)
 
 
-def refusal(error: ValidationError) -> InputError:
-    """What pydantic found first, as an error of kvlens."""
+def refusal(error: ValidationError, place: str = "") -> InputError:
+    """What pydantic found first in the part of a policy that stands in this place, as an error of kvlens."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(part if str(part).isprintable() else repr(part) for part in map(str, first["loc"]))
+    path = [*([place] if place else []), *map(str, first["loc"])]
+    if first["type"] == "extra_forbidden":
+        above = f"{'.'.join(path[:-1])[:80]} of a policy" if path[:-1] else "a policy"
+        hint = "a method's parameters stand in scorer.parameters and allocate.parameters; see `kvlens export --help`"
+        return InputError(f"{above} has no field {path[-1]!r:.80}", hint)
+    where = ".".join(part if part.isprintable() else repr(part) for part in path)
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     what = f": {first['input']!r:.80}" if where and first["type"] != "missing" else ""
     return InputError(

@@ -80,3 +80,21 @@ def test_sinks_and_recent_tokens_may_fill_the_budget() -> None:
 def test_a_policy_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Policy(**PLAIN).trigger = "step"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"scorer": {"name": "snapkv", "window": 3}}, "scorer of a policy has no field 'window'"),
+        ({"window": 3}, "a policy has no field 'window'"),
+        ({"budget": {"tokens": -1}}, "field budget.tokens: -1"),
+        ({"protect": {"sinks": "a"}}, "field protect.sinks: 'a'"),
+        ({"granularity": {"page_size": 0}}, "field granularity.page_size: 0"),
+        ({"allocate": {"name": "table", "table": [[0]]}}, "field allocate.table.0.0: 0"),
+    ],
+)
+def test_a_refusal_names_the_place(part: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Policy(**{"scorer": {"name": "snapkv"}, "budget": {"tokens": 40}} | part)
+    assert says in caught.value.message
+    assert "scorer.parameters" in caught.value.hint or "window" not in says

@@ -160,4 +160,6 @@ def _text(policy: PolicyFile, out: Path) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, str) and not value.isprintable():
+        return repr(value)
     return f"{value:.4g}" if isinstance(value, float) else f"{len(value)}" if isinstance(value, list) else f"{value}"

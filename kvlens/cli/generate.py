@@ -10,7 +10,7 @@ import typer
 
 from kvlens.cli import options
 from kvlens.cli.output import Output, columns
-from kvlens.errors import InputError
+from kvlens.errors import InputError, KvlensError
 
 if TYPE_CHECKING:
     from kvlens.runtime.generate import Generated
@@ -59,13 +59,24 @@ def command(
     from kvlens.runtime.generate import generate
 
     say = Output(json, quiet)
-    found = generate(
-        text, model,
-        policy=policy, budget_tokens=budget_tokens, budget_bytes=budget_bytes, keep_fraction=keep_fraction,
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat, allow_mismatch=allow_mismatch,
-        beyond_context=beyond_context, report=report, events=events, force=force, device=device, dtype=dtype,
-        attention=attention, tell=say.stream, note=say.note,
-    )  # fmt: skip
+    told = False
+
+    def tell(piece: str) -> None:
+        nonlocal told
+        told = told or bool(piece)
+        say.stream(piece)
+
+    try:
+        found = generate(
+            text, model,
+            policy=policy, budget_tokens=budget_tokens, budget_bytes=budget_bytes, keep_fraction=keep_fraction,
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chat=chat, allow_mismatch=allow_mismatch,
+            beyond_context=beyond_context, report=report, events=events, force=force, device=device, dtype=dtype,
+            attention=attention, tell=tell, note=say.note,
+        )  # fmt: skip
+    except (KvlensError, KeyboardInterrupt):
+        say.stream("\n" if told else "")  # what is said of it stands on a line of its own
+        raise
     if json or quiet:
         files = {"report_file": report, "events_file": events}
         paths = [path for path in files.values() if path is not None]
@@ -102,7 +113,7 @@ def _prompt(words: str | None, file: Path | None) -> str:
 
 def _facts(found: Generated, report_file: Path | None, events_file: Path | None) -> str:
     from kvlens.cli.export import budget_words
-    from kvlens.wording import counted, duration, size
+    from kvlens.wording import duration
 
     model, report = found.settings["model"], found.report
     n_new = len(found.ids)
@@ -117,12 +128,7 @@ def _facts(found: Generated, report_file: Path | None, events_file: Path | None)
     else:
         facts |= {
             "policy": f"{found.policy.scorer.name}, {budget_words(found.policy.budget)}, {found.policy.trigger}",
-            "evicted": f"{report.n_evicted:,} in {counted(report.n_evictions, 'eviction')}, "
-            f"{report.tie_rate:.1%} of the scores tied",
-            "held": f"at most {report.most_held:,} tokens a layer between steps, {report.most_in_pass:,} within one",
-            "bytes": f"{size(report.physical_bytes)} held, {size(report.side_bytes)} of them the policy's own; "
-            f"every token's keys and values: {size(report.full_bytes)}",
-            "spent": f"{report.scoring_seconds:.2f} s scoring, {report.evicting_seconds:.2f} s evicting",
+            **report.facts(),
         }
     files = {"report": report_file, "events": events_file}
     return columns(facts | {name: str(path) for name, path in files.items() if path is not None})

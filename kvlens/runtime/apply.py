@@ -216,6 +216,8 @@ class Run:
             if self._due(now):
                 mean = budget.nominal(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
                 refresh(self.policy, now.cache, now.ledger, mean, self.log, self.means)
+            elif now.ledger.in_prompt:  # rather than at the first eviction, in the middle of a text
+                budget.check_prompt(self.policy, self.tokens, now.ledger.n_prompt, self.layers)
         now.ledger.broken = False
         now.ledger.step += 1
         self.log.hold(n_before, self._most_held(now.cache))

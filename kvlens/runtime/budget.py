@@ -86,6 +86,22 @@ def nominal(
     return torch.tensor(found, device=n_prompt.device)
 
 
+def check_prompt(
+    policy: Policy, tokens: int | None, n_prompt: Int[Tensor, " batch"], layers: tuple[int, ...], n_new: int = 0
+) -> None:
+    """Nothing; raises InputError where a prompt that may not leave will not fit, with `n_new` tokens to come."""
+    if not policy.protect.prompt:
+        return
+    mean, recent = nominal(policy, tokens, n_prompt, layers), policy.protection().recent
+    if bool(((n_prompt + n_new > mean) & (n_prompt + min(recent, n_new) > mean)).any()):
+        beside = f" and {min(recent, n_new):,} recent tokens are" if n_new else " is"
+        raise InputError(
+            f"the prompt of {int(n_prompt.max()):,} tokens{beside} protected, more than the budget of "
+            f"{int(mean.min()):,} tokens holds",
+            "raise the budget, shorten the prompt, or let it leave: protect.prompt false",
+        )
+
+
 def claimed(
     policy: Policy, tokens: int | None, n_prompt: Int[Tensor, " batch"], layers: tuple[int, ...]
 ) -> Float[Tensor, " batch"]:

@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from kvlens import model as models
 from kvlens.causal_lm import Model
@@ -28,6 +29,7 @@ from kvlens.errors import InputError
 from kvlens.policy import Policy
 from kvlens.policy_file import PolicyFile, read_policy
 from kvlens.provenance import plain, versions
+from kvlens.runtime import budget
 from kvlens.runtime.apply import Run, apply
 from kvlens.runtime.report import Report
 from kvlens.runtime.speaker import Speaker
@@ -137,6 +139,9 @@ def generate(
     )
     started = perf_counter()
     with applied as run:
+        if run is not None:
+            budget.check_prompt(run.policy, run.tokens, torch.tensor([len(ids)]), run.layers, room)
+            _say_of_share(run, len(ids), say)
         new = models.generate(loaded, ids, max_new_tokens=room, temperature=temperature, seed=seed, streamer=speaker)
     seconds = perf_counter() - started
     settings = _facts(loaded, prompt, chat) | {
@@ -172,6 +177,17 @@ def _sha256(text: object) -> str:
 
 def _ignore(_: str) -> None:
     """Nobody listens."""
+
+
+def _say_of_share(run: Run, n_prompt: int, say: Callable[[str], None]) -> None:
+    """A share of the prompt that is less than what is protected is no budget that anybody asked for."""
+    share = run.policy.budget.keep_fraction
+    if share is None:
+        return
+    asked = budget.fraction_tokens(share, n_prompt)
+    held = int(budget.nominal(run.policy, run.tokens, torch.tensor([n_prompt]), run.layers))
+    if held > asked:
+        say(f"{share:g} of {n_prompt:,} tokens are {asked:,}, fewer than the {held:,} that are protected: those stay")
 
 
 def _told(run: Run | None, files: dict[str, Path]) -> tuple[Report | None, pd.DataFrame | None]:

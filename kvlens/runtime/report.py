@@ -20,6 +20,7 @@ from kvlens.errors import InputError
 from kvlens.runtime import budget
 from kvlens.runtime.cache import HeldLayer, Ledger, ledger_of, physical_bytes, storage_bytes
 from kvlens.runtime.evict import Choice
+from kvlens.wording import counted, size
 
 if TYPE_CHECKING:
     from kvlens.runtime.apply import Run
@@ -54,7 +55,7 @@ class Report:
     n_evicted: int
     most_held: int
     most_in_pass: int
-    kept: dict[int, list[list[list[int]]]]
+    kept: dict[int, list[list[list[int]]]] = field(repr=False)
     full_bytes: int
     held_bytes: int
     side_bytes: int
@@ -63,6 +64,20 @@ class Report:
     tie_rate: float
     scoring_seconds: float
     evicting_seconds: float
+
+    def facts(self) -> dict[str, str]:
+        """The same in words, by what it is about; `bytes` are those of the last cache."""
+        return {
+            "evicted": f"{self.n_evicted:,} in {counted(self.n_evictions, 'eviction')}, "
+            f"{self.tie_rate:.1%} of the scores tied",
+            "held": f"at most {self.most_held:,} tokens a layer between steps, {self.most_in_pass:,} within one",
+            "bytes": f"{size(self.physical_bytes)} held, {size(self.side_bytes)} of them the policy's own; "
+            f"every token's keys and values: {size(self.full_bytes)}",
+            "spent": f"{self.scoring_seconds:.2f} s scoring, {self.evicting_seconds:.2f} s evicting",
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<9}{said}" for name, said in self.facts().items())
 
 
 @dataclass
@@ -144,7 +159,10 @@ def of(run: Run) -> Report:
     log, cache = run.log, run.cache
     ledger = None if cache is None else ledger_of(cache)
     if cache is None or ledger is None or not ledger.sets:
-        raise InputError("no forward pass of this run has ended well yet", "generate first, then ask for the report")
+        raise InputError(
+            "no forward pass of this run has used a cache and ended well yet",
+            "generate first, with use_cache=True, then ask for the report",
+        )
     layers = [layer for layer in cache.layers if isinstance(layer, HeldLayer)]
     one = budget.token_bytes(run.model, run.layers)
     rows = len(ledger.n_own)

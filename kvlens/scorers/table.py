@@ -96,5 +96,5 @@ def _checked(method: str, key: str, kind: Any, value: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].lower()
-        raise InputError(f"{method}: parameter {key} is {value!r:.80}: {reason}") from error
+        reason = error.errors()[0]["msg"].lower().removeprefix("input ")
+        raise InputError(f"{method}: parameter {key} is {value!r:.80}, which {reason}") from error

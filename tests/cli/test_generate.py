@@ -381,6 +381,46 @@ def test_a_prompt_that_does_not_fit_its_protection_is_refused(
     assert "protect" in capsys.readouterr().err
 
 
+def test_a_prompt_that_will_not_fit_with_what_is_written_is_refused_before_any_text(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    n_prompt = document(capsys, model, PROMPT, n=1)["n_prompt"]
+    kvlens.export(None, tmp_path / "p.json", scorer="epikv", budget_tokens=n_prompt + 8, recent=12, sinks=0)
+    assert app.main(words(model, PROMPT, "--policy", str(tmp_path / "p.json"), n=8)) == 0
+    capsys.readouterr()
+    assert app.main(words(model, PROMPT, "--policy", str(tmp_path / "p.json"), n=24)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"the prompt of {n_prompt} tokens and 12 recent tokens are protected" in err
+
+
+def test_a_share_below_what_is_protected_is_said(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    kvlens.export(None, tmp_path / "p.json", scorer="random", keep_fraction=0.9, recent=9)
+    for share, said in ((0.9, False), (0.05, True)):
+        more = ["--policy", str(tmp_path / "p.json"), "--keep-fraction", str(share)]
+        assert app.main(words(model, PROMPT, *more)) == 0
+        assert ("fewer than the 13 that are protected" in capsys.readouterr().err) == said
+
+
+def test_an_error_in_the_middle_of_a_text_stands_on_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], model: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        if len(seen) > 3:
+            raise InputError("enough", "stop")
+        seen.append(1)
+
+    seen: list[int] = []
+    monkeypatch.setattr(Run, "_due", refuse)
+    assert app.main(words(model, PROMPT, "--policy", str(policy))) == 2
+    out, err = capsys.readouterr()
+    assert out.endswith("\n")
+    assert out.strip()
+    assert err.splitlines()[-2:] == ["error: enough", "hint: stop"]
+
+
 @pytest.mark.parametrize("prompt", ["", "a\ud800"])
 def test_python_refuses_what_is_no_prompt(prompt: str) -> None:
     with pytest.raises(InputError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
-from eviction import policy
+from eviction import policy, streamed_logits
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import llama, token_ids
@@ -67,6 +69,29 @@ def test_a_prompt_that_is_protected_must_fit() -> None:
     kept = run.report().kept[0][0][0]
     assert kept[:9] == list(range(9))
     assert len(kept) == 12
+
+
+@pytest.mark.parametrize("chunks", [[9, 8], [17]])
+@pytest.mark.parametrize("shared", [{}, {"reduce": "head", "allocate": {"name": "ada"}}])
+def test_a_prompt_that_is_protected_must_fit_before_the_first_token_is_chosen(
+    chunks: list[int], shared: dict[str, Any]
+) -> None:
+    chosen = policy("keynorm", protect={"sinks": 0, "prompt": True}, trigger="every:100", **shared)
+    model = models.wrap(llama())
+    says = "the prompt of 17 tokens is protected, more than the budget of 12"
+    with pytest.raises(InputError, match=says), apply(chosen, model):
+        streamed_logits(model, token_ids(17), chunks)
+    with apply(chosen, model):  # what comes after the prompt has time until an eviction is due
+        streamed_logits(model, token_ids(20), [12, *[1] * 8])
+
+
+@pytest.mark.parametrize(("n_prompt", "n_new", "fits"), [(8, 9, True), (9, 3, True), (9, 4, False), (12, 0, True)])
+def test_a_prompt_and_the_recent_tokens_to_come_must_fit(n_prompt: int, n_new: int, fits: bool) -> None:
+    chosen = policy("epikv", protect={"sinks": 0, "prompt": True, "recent": 4})
+    says = f"{n_prompt} tokens and 4 recent tokens are protected"
+    for rows in ([n_prompt], [1, n_prompt]):
+        with nullcontext() if fits else pytest.raises(InputError, match=says):
+            budget.check_prompt(chosen, 12, torch.tensor(rows), (0, 1, 2), n_new)
 
 
 def test_a_table_of_another_model_is_refused() -> None:

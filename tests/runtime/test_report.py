@@ -39,6 +39,19 @@ class SlowCount(torch.Tensor):
         return super().__add__(other)
 
 
+def test_a_report_is_short_to_read() -> None:
+    hf = llama()
+    with apply(policy(), hf) as run:
+        hf.generate(token_ids(30), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    report = run.report()
+    said = str(report).splitlines()
+    assert [line.split()[0] for line in said] == ["evicted", "held", "bytes", "spent"]
+    assert said[0].split()[1] == str(report.n_evicted)
+    assert max(map(len, said)) < 120
+    assert "kept" not in repr(report)
+    assert len(report.kept[0][0][0]) == 12
+
+
 def test_threads_lose_no_count() -> None:
     held = torch.arange(8)[None, None]
     scores = torch.tensor([[[0.0, 1, 1, 2, 3, 4, 5, 6]]])

@@ -2,11 +2,12 @@
 
 Prediction: presses that only mark what they drop (AdaKV, CriticalAdaKV, KVzip, ThinK) hold everything; evicting what
 they marked changes nothing they say, and keeps their lead when heads may hold different numbers, while cutting every
-head to the same number loses it. A scorer that has seen the question does better than the same one before.
+head to the same number loses it. The same scorer loses less where an allocator shares the budget among layers and
+heads. A scorer that has seen the question does better than the same one before.
 
 1. Every scorer and every press of kvpress that can run by its name, on four texts of the project cut to 1,024 tokens
    (the last 48 are the target), a quarter of the tokens kept, 4 sinks and the last 32 protected, evicted once; what a
-   press only marks also enforced in three shapes of storage.
+   press only marks also enforced in three shapes of storage; and scorers of ours under allocators, as policies.
 2. The same scorers, and the presses that look for what is asked, on four texts with a question about an early sentence,
    compressed before and after the question is seen.
 
@@ -30,6 +31,10 @@ from kvlens.texts import read_traces
 
 KEEP, LENGTH, N_TEXTS = 0.25, 1024, 4
 ASKING_PRESSES = ("SnapKV", "TOVA", "KVzip", "AdaKV", "Knorm", "ExpectedAttention")
+SHARED = (
+    ("snapkv", "pyramid"), ("snapkv", "ada"), ("snapkv", "contour"), ("snapkv", "contour_mass"),
+    ("expected_attention", "ada"), ("kvzip", "ada"), ("kvzip", "contour"),
+)  # fmt: skip
 FACTS = {
     "the blue gate": "falcon",
     "the stone bridge": "thunder",
@@ -62,8 +67,23 @@ def with_questions(model: Model) -> list[Trace]:
     return found
 
 
+def policies(folder: Path) -> list[Path]:
+    """1. The files of scorers whose budget an allocator shares; the audit gives them the common budget."""
+    files = []
+    for scorer, allocator in SHARED:
+        files.append(folder / f"{scorer}+{allocator}.json")
+        reduce = "layer" if allocator == "pyramid" else "head"
+        kvlens.export(None, files[-1], scorer=scorer, allocate=allocator, reduce=reduce, keep_fraction=KEEP)
+    return files
+
+
 def rows(run: kvlens.Run) -> list[dict[str, Any]]:
-    return [{name: row[name] for name in COLUMNS} for row in run.documents["audit"]["rows"]]
+    """The audit's rows, with the loss on every text."""
+    losses = {key: list(group.kl_nats) for key, group in run.cases.groupby(["method", "visibility"], sort=False)}
+    return [
+        {name: row[name] for name in COLUMNS} | {"kl_nats_by_text": losses[row["method"], row["visibility"]]}
+        for row in run.documents["audit"]["rows"]
+    ]
 
 
 def main() -> None:
@@ -76,7 +96,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         common = {"keep_fraction": KEEP, "scorers": ["all"]}
-        plain = kvlens.audit(texts[: 1 if trial else None], model, out / "a", presses=["all"], enforce=True, **common)
+        plain = kvlens.audit(
+            texts[: 1 if trial else None],
+            model,
+            out / "a",
+            presses=["all"],
+            policies=policies(out),
+            enforce=True,
+            **common,
+        )
         asked = kvlens.audit(
             with_questions(model)[: 1 if trial else None],
             model,

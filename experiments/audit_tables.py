@@ -4,6 +4,82 @@ from __future__ import annotations
 
 from typing import Any
 
+ENFORCED = ("ragged", "padded", "uniform_cap")
+N_ASKED = 8
+
+
+def audit(found: dict[str, Any]) -> list[str]:
+    """What methods claim and hold, and what the target loses: those that only mark, those that share, the best others."""
+    rows = [row for row in found["rows"] if row["claimed_bytes"] is not None and row["method"] != "full"]
+    marked = {row["method"] for row in rows if row["simulated"]}
+    shapes = [row for row in rows if row["method"].partition("+")[0] in marked and row["source"] == "press"]
+    plain = [row for row in rows if row["source"] == "scorer"]
+    shared = [row for row in rows if row["source"] == "policy"]
+    presses = [row for row in rows if row["source"] == "press" and row not in shapes]
+    n = rows[0]["n_texts"]
+    kept = [row for row in [*plain, *shared, *presses] if row["verdict"] == "holds"]
+    losses = sorted(row["kl_nats"] for row in plain)
+    lines = [
+        f"{n} texts of {found['length']:,} tokens ({found['model']}, {found['dtype']}, `experiments/06_audit.py`), "
+        f"{found['keep_fraction']:.0%} of the context to stay, {found['protect']['sinks']} first and "
+        f"{found['protect']['recent']} last tokens protected, evicted once, question unseen. Held: all storages, in "
+        "brackets the method's own state. KL of the target's tokens to the full cache's prediction: mean, and lowest "
+        "and highest text. "
+        f"{len(kept)} of {len(plain) + len(shared) + len(presses)} methods that evict hold what they claim; "
+        f"{len(marked)} presses mark and hold everything.",
+        "",
+        *_table("presses that mark, as they ship and evicted", shapes),
+        *_table("ours, one budget for all heads", sorted(plain, key=_loss)[:N_ASKED]),
+        f"(the best {N_ASKED} of {len(plain)} scorers; all lie between {losses[0]:.3f} and {losses[-1]:.3f}, `random` at "
+        f"{next(row['kl_nats'] for row in plain if row['method'] == 'random'):.3f})",
+        "",
+        *_table("ours, an allocator shares the budget", sorted(shared, key=_loss)),
+        *_table("presses that evict", sorted(presses, key=_loss)[:N_ASKED]),
+        *asked(found),
+    ]
+    return lines
+
+
+def _loss(row: dict[str, Any]) -> float:
+    return float(row["kl_nats"])
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"| {title} | claimed | held (own state) | KL, nats [texts] | same next token |", "|---|---|---|---|---|"]
+    for row in rows:
+        claimed, held, side = (
+            100 * row[name] / row["full_bytes"] for name in ("claimed_bytes", "physical_bytes", "side_bytes")
+        )
+        by_text = row["kl_nats_by_text"]
+        lines.append(
+            f"| `{row['method'].removeprefix('policy:')}` | {claimed:.1f} % | {held:.1f} % ({side:.1f}) | "
+            f"{row['kl_nats']:.3f} [{min(by_text):.3f}, {max(by_text):.3f}] | {row['next_token_agreement']:.2f} |"
+        )
+    return [*lines, ""]
+
+
+def asked(found: dict[str, Any]) -> list[str]:
+    """What seeing the question changes, for the methods that it changes most."""
+    by = {(row["method"], row["visibility"]): row for row in found["asked"] if row["claimed_bytes"] is not None}
+    names = [name for name, kind in by if kind == "query_agnostic" and (name, "query_aware") in by]
+    names.sort(key=lambda name: -abs(by[name, "query_agnostic"]["kl_nats"] - by[name, "query_aware"]["kl_nats"]))
+    n = next(iter(by.values()))["n_texts"]
+    lines = [
+        f"The same budget with a question about an early sentence ({n} texts): KL of the answer, compressed before and "
+        f"after the question was seen; the {N_ASKED} methods of {len(names)} that it changes most.",
+        "",
+        "| method | before | after |",
+        "|---|---|---|",
+    ]
+    for name in names[:N_ASKED]:
+        cells = []
+        for kind in ("query_agnostic", "query_aware"):
+            row = by[name, kind]
+            texts = row["kl_nats_by_text"]
+            cells.append(f"{row['kl_nats']:.2f} [{min(texts):.2f}, {max(texts):.2f}]")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return [*lines, ""]
+
 
 def score_cost(found: dict[str, Any]) -> list[str]:
     """What each method's score adds to a prefill, ours beside kvpress'; the cheapest first."""

@@ -75,9 +75,18 @@ def described(model: Model) -> dict[str, Any]:
 
 
 def write(name: str, results: dict[str, Any]) -> None:
-    """Nothing; data/results/NAME.json holds the results."""
+    """Nothing; data/results/NAME.json holds the results, numbers to eight digits."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(shortened(results), indent=1) + "\n")
+
+
+def shortened(value: Any) -> Any:
+    """The same with every float rounded to eight significant digits."""
+    if isinstance(value, dict):
+        return {name: shortened(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shortened(part) for part in value]
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 def over_traces(values: Sequence[float], *, seed: int = 0, n_draws: int = 10_000) -> dict[str, float]:

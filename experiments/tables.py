@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from audit_tables import audit, score_cost
 from ceiling_tables import ceilings, rows_speed, search_speed
 from runtime_tables import needle, runtime
 from surprise_tables import SOURCES, surprise, surprise_speed
@@ -198,6 +199,8 @@ def block() -> str:
         ("04_surprise_speed", surprise_speed),
         ("05_needle", needle),
         ("05_runtime", runtime),
+        ("06_audit", audit),
+        ("06_score_cost", score_cost),
     )
     parts = [write(found) for name, write in tables if (found := result(name))]
     return "\n\n".join("\n".join(lines) for lines in parts)

@@ -9,7 +9,7 @@ N_ASKED = 8
 
 
 def audit(found: dict[str, Any]) -> list[str]:
-    """What methods claim and hold, and what the target loses: those that only mark, those that share, the best others."""
+    """What methods claim and hold, and what the target loses: those that mark, those that share, the best others."""
     rows = [row for row in found["rows"] if row["claimed_bytes"] is not None and row["method"] != "full"]
     marked = {row["method"] for row in rows if row["simulated"]}
     shapes = [row for row in rows if row["method"].partition("+")[0] in marked and row["source"] == "press"]
@@ -17,6 +17,7 @@ def audit(found: dict[str, Any]) -> list[str]:
     shared = [row for row in rows if row["source"] == "policy"]
     presses = [row for row in rows if row["source"] == "press" and row not in shapes]
     n = rows[0]["n_texts"]
+    near = [row for row in presses if row["claimed_bytes"] < 1.5 * found["keep_fraction"] * row["full_bytes"]]
     kept = [row for row in [*plain, *shared, *presses] if row["verdict"] == "holds"]
     losses = sorted(row["kl_nats"] for row in plain)
     lines = [
@@ -30,11 +31,19 @@ def audit(found: dict[str, Any]) -> list[str]:
         "",
         *_table("presses that mark, as they ship and evicted", shapes),
         *_table("ours, one budget for all heads", sorted(plain, key=_loss)[:N_ASKED]),
-        f"(the best {N_ASKED} of {len(plain)} scorers; all lie between {losses[0]:.3f} and {losses[-1]:.3f}, `random` at "
-        f"{next(row['kl_nats'] for row in plain if row['method'] == 'random'):.3f})",
+        f"The best {N_ASKED} of {len(plain)} scorers; all lie between {losses[0]:.3f} and {losses[-1]:.3f}, `random` "
+        f"at {next(row['kl_nats'] for row in plain if row['method'] == 'random'):.3f}.",
         "",
         *_table("ours, an allocator shares the budget", sorted(shared, key=_loss)),
-        *_table("presses that evict", sorted(presses, key=_loss)[:N_ASKED]),
+        *_table("presses that evict", sorted(near, key=_loss)[:N_ASKED]),
+        f"The best {N_ASKED} of {len(near)} presses that claim about the budget"
+        + "".join(
+            f"; `{row['method']}` keeps {row['claimed_bytes'] / row['full_bytes']:.0%} at {row['kl_nats']:.3f} nats"
+            for row in presses
+            if row not in near
+        )
+        + ".",
+        "",
         *asked(found),
     ]
     return lines

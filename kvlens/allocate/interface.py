@@ -27,6 +27,15 @@ from kvlens.errors import InputError
 EMPTY = -1
 
 
+def check_protected(least: Int[Tensor, "*_"], budget: Int[Tensor, "*_"]) -> None:
+    """Nothing; raises InputError where more tokens are protected than the budget holds."""
+    if bool((least > budget).any()):
+        raise InputError(
+            f"{int(least.max())} tokens are protected, more than the budget of {int(budget.min())} tokens holds",
+            "raise the budget, or protect less: sinks, prompt and recent tokens count inside it",
+        )
+
+
 @dataclass(frozen=True)
 class Cells:
     """The slots of every cell, one tensor a set: heads are all of a layer's, or 1 where they keep the same tokens.
@@ -52,11 +61,7 @@ class Cells:
         Raises: InputError where that is more than J.
         """
         least = torch.cat([safe.sum(-1) for safe in self.safe], 1)
-        if bool((least > self.mean[:, None]).any()):
-            raise InputError(
-                f"{int(least.max())} tokens are protected, more than the budget of {int(self.mean.min())} tokens holds",
-                "raise the budget, or protect less: sinks, prompt and recent tokens count inside it",
-            )
+        check_protected(least, self.mean[:, None])
         return least
 
     @cached_property

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvlens.allocate.interface import check_protected
 from kvlens.allocate.order import JUDGED, SAFE, best_first, kinds
-from kvlens.errors import InputError
 from kvlens.policy import Protect
 
 EMPTY = -1
@@ -63,12 +63,7 @@ def choose(
     Raises: InputError where more tokens are protected than the budget holds.
     """
     # 1.
-    if bool((safe.sum(-1) > budget).any()):
-        most = int(safe.sum(-1).max())
-        raise InputError(
-            f"{most} tokens are protected, more than the budget of {int(budget.min())} tokens holds",
-            "raise the budget, or protect less: sinks, prompt and recent tokens count inside it",
-        )
+    check_protected(safe.sum(-1), budget)
     real = positions != EMPTY
     judged = scores.masked_fill(scores.isnan(), torch.inf)
     kind = kinds(scores, real, safe)

@@ -165,6 +165,11 @@ class Policy(_Part):
         if table is not None:
             least = min(min(row, default=0) for row in table) if table else 0
         kept = self.protection()
+        if least is not None and self.granularity.unit == "page" and self.kept_anyhow() > least:
+            raise ValueError(
+                f"sinks {kept.sinks} + recent {kept.recent} on whole pages of {self.granularity.page_size} take up to "
+                f"{self.kept_anyhow()} tokens, and the budget is {least}"
+            )
         if least is not None and kept.sinks + kept.recent > least:
             floor = f", the floor of allocate {name}, {name}:floor=N," if kept.recent > self.protect.recent else ""
             raise ValueError(
@@ -176,6 +181,13 @@ class Policy(_Part):
         """What never leaves, the recent tokens that the allocator keeps in every cell included."""
         recent = max(self.protect.recent, self.allocate.make().recent)
         return self.protect.model_copy(update={"recent": recent})
+
+    def kept_anyhow(self) -> int:
+        """The most tokens that sinks and recent tokens take, whole pages counted, and at least one page."""
+        kept, page = self.protection(), self.granularity.page_size
+        if self.granularity.unit == "token":
+            return kept.sinks + kept.recent
+        return max(page, -(-kept.sinks // page) * page + (kept.recent + page - 1 if kept.recent else 0))
 
     @property
     def every(self) -> int | None:

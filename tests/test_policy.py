@@ -83,6 +83,28 @@ def test_a_policy_does_not_change() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "protect", "fits"),
+    [
+        (16, {"sinks": 0}, True),  # one page
+        (15, {"sinks": 0}, False),
+        (16, {"sinks": 16}, True),
+        (31, {"sinks": 17}, False),  # two pages of sinks
+        (32, {"sinks": 17}, True),
+        (24, {"sinks": 0, "recent": 9}, True),  # 9 recent tokens, and 15 before them on the first one's page
+        (23, {"sinks": 0, "recent": 9}, False),
+        (40, {"sinks": 1, "recent": 9}, True),
+    ],
+)
+def test_whole_pages_of_protected_tokens_must_fit(tokens: int, protect: dict[str, int], fits: bool) -> None:
+    pages = {"granularity": {"unit": "page", "page_size": 16}, "protect": protect, "budget": {"tokens": tokens}}
+    if fits:
+        Policy(**PLAIN | pages)
+    else:
+        with pytest.raises(InputError, match="on whole pages of 16"):
+            Policy(**PLAIN | pages)
+
+
+@pytest.mark.parametrize(
     ("part", "says"),
     [
         ({"scorer": {"name": "snapkv", "window": 3}}, "scorer of a policy has no field 'window'"),

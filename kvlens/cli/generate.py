@@ -56,8 +56,11 @@ def command(
 ) -> None:
     """Let the model write after a prompt, its cache kept within a policy's budget; what leaves it frees its bytes."""
     text = _prompt(prompt, prompt_file)
-    from kvlens.runtime.generate import generate
+    from kvlens.runtime.generate import check_apart, generate
 
+    files = {"report": report, "events": events}
+    if prompt_file is not None:
+        check_apart({name: path for name, path in files.items() if path is not None}, prompt_file, "prompt file")
     say = Output(json, quiet)
     told = False
 
@@ -78,9 +81,9 @@ def command(
         say.stream("\n" if told else "")  # what is said of it stands on a line of its own
         raise
     if json or quiet:
-        files = {"report_file": report, "events_file": events}
         paths = [path for path in files.values() if path is not None]
-        say.answer(found.document(kept=False) | files, text="", paths=paths)
+        named = {f"{name}_file": path for name, path in files.items()}
+        say.answer(found.document(kept=False) | named, text="", paths=paths)
         return
     say.stream("\n")
     say.note(_facts(found, report, events))

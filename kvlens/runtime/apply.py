@@ -148,6 +148,8 @@ class Run:
         if evicted and isinstance(mask, Tensor) and mask.ndim == 4:
             attention.check_given_mask(mask, ledger, layers[0].n_held + n_new)
             evicted = False  # it covers what is held, and every layer holds the same
+        if evicted:
+            attention.check_past(mask, ledger, layers[0].n_seen, n_new)
         ledger.driven, ledger.own = True, own
         ids = inputs if IDS in self.scorer.needs else None
         self.cache, self._passes[get_ident()] = cache, Pass(ledger, cache, positions, own, evicted, ids=ids)

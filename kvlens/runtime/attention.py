@@ -69,6 +69,18 @@ def check_given_mask(mask: Tensor, ledger: Ledger, n_keys: int) -> None:
         )
 
 
+def check_past(mask: Any, ledger: Ledger, n_seen: int, n_new: int) -> None:
+    """Raise InputError for a mask of [batch, tokens] that hides tokens which were no padding when they came."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != n_seen + n_new:
+        return
+    shown = mask[:, :n_seen].to(device=ledger.n_own.device, dtype=torch.bool).sum(-1)
+    if bool((shown != ledger.n_own).any()):
+        raise InputError(
+            "an attention mask over an evicted cache cannot hide what it was not told to be padding, nor show padding",
+            "give the mask that these tokens came with, continued with ones",
+        )
+
+
 def with_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
     """The keywords of an attention module's call with this mask in them, where what it attends for is."""
     # its weights may be elsewhere: they are fetched for the call, and what it is given moves with them

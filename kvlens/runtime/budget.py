@@ -4,7 +4,7 @@
 2. `bytes`: of keys and values that one row of the batch may take in all managed layers, over what one token takes
    there, rounded down.
 3. `keep_fraction`: of the row's prompt (of what is seen of it, while it comes in chunks), the fraction read as the
-   decimal number that was written, rounded down, but never below `sinks` + `recent` nor 1.
+   decimal number that was written, rounded down, but never below `sinks` + `recent` (whole pages counted) nor 1.
 4. Where `allocate.table` says it for each layer and KV head, it is the table's mean over the managed layers.
 
 This is J, the mean of all heads. An allocator shares it (kvlens.allocate); under `uniform_cap` no head gets more.
@@ -40,7 +40,7 @@ def fixed_tokens(policy: Policy, model: Model, layers: tuple[int, ...]) -> int |
         return None
     one = token_bytes(model, layers)
     tokens = policy.budget.bytes // one
-    least = max(1, _kept_anyhow(policy))
+    least = max(1, policy.kept_anyhow())
     if tokens < least:
         raise InputError(
             f"a budget of {policy.budget.bytes:,} bytes holds {tokens} tokens of {one:,} bytes each: too few",
@@ -68,11 +68,6 @@ def fraction_tokens(fraction: float, n_prompt: int, least: int = 1) -> int:
     return max(1, least, math.floor(Fraction(repr(fraction)) * n_prompt))
 
 
-def _kept_anyhow(policy: Policy) -> int:
-    protect = policy.protection()
-    return protect.sinks + protect.recent
-
-
 def nominal(
     policy: Policy, tokens: int | None, n_prompt: Int[Tensor, " batch"], layers: tuple[int, ...]
 ) -> Int[Tensor, " batch"]:
@@ -81,7 +76,7 @@ def nominal(
         tokens = math.floor(_mean_of_table(policy.allocate.table, layers))
     if tokens is not None:
         return torch.full_like(n_prompt, tokens)
-    fraction, least = policy.budget.keep_fraction or 1.0, _kept_anyhow(policy)
+    fraction, least = policy.budget.keep_fraction or 1.0, policy.kept_anyhow()
     found = [fraction_tokens(fraction, n, least) for n in n_prompt.tolist()]
     return torch.tensor(found, device=n_prompt.device)
 

@@ -8,7 +8,8 @@
 4. They are put in the order of their positions. A row that keeps fewer than another is filled up on the left with
    empty slots.
 5. With pages, a page (positions // page_size) is worth its best ordinary slot, protected if any of its slots is, and
-   stays or leaves as a whole: as many pages as fit, in the order of 2, the first that does not fit ends it.
+   stays or leaves as a whole: as many pages as fit, in the order of 2, the first that does not fit ends it. Protected
+   pages must fit.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def choose(
 ) -> Choice:
     """The slots that stay under this budget.
 
-    Raises: InputError where more tokens are protected than the budget holds.
+    Raises: InputError where more tokens are protected than the budget holds, those on their pages counted.
     """
     # 1.
     check_protected(safe.sum(-1), budget)
@@ -97,7 +98,7 @@ def _pages(
     budget: Int[Tensor, "#batch #heads"],
     page_size: int,
 ) -> Bool[Tensor, "batch heads slots"]:
-    """5. Which slots stay when pages leave as a whole; protected pages stay even where they overfill the budget."""
+    """5. Which slots stay when pages leave as a whole."""
     n_pages = int(positions.max()) // page_size + 1
     page = positions.clamp(min=0).long() // page_size
     real = positions != EMPTY
@@ -107,7 +108,7 @@ def _pages(
     best.scatter_reduce_(-1, page, judged.masked_fill(~real, -torch.inf), "amax")
     kind = kind.new_zeros(shape).scatter_reduce_(-1, page, kind, "amax")
     order = best_first(best, kind)
+    check_protected((sizes * (kind == SAFE)).sum(-1), budget)
     fits = sizes.gather(-1, order).cumsum(-1) <= budget[..., None]
-    fits |= kind.gather(-1, order) == SAFE
     stays = torch.zeros(shape, dtype=torch.bool, device=positions.device).scatter_(-1, order, fits)
     return stays.gather(-1, page) & real

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -140,8 +141,7 @@ def generate(
     started = perf_counter()
     with applied as run:
         if run is not None:
-            budget.check_prompt(run.policy, run.tokens, torch.tensor([len(ids)]), run.layers, room)
-            _say_of_share(run, len(ids), say)
+            _check_budget(run, len(ids), room, say)
         new = models.generate(loaded, ids, max_new_tokens=room, temperature=temperature, seed=seed, streamer=speaker)
     seconds = perf_counter() - started
     settings = _facts(loaded, prompt, chat) | {
@@ -179,13 +179,13 @@ def _ignore(_: str) -> None:
     """Nobody listens."""
 
 
-def _say_of_share(run: Run, n_prompt: int, say: Callable[[str], None]) -> None:
-    """A share of the prompt that is less than what is protected is no budget that anybody asked for."""
-    share = run.policy.budget.keep_fraction
+def _check_budget(run: Run, n_prompt: int, room: int, say: Callable[[str], None]) -> None:
+    """Raise where a protected prompt will not fit; say where a share of the prompt is less than what is protected."""
+    rows, share = torch.tensor([n_prompt]), run.policy.budget.keep_fraction
+    budget.check_prompt(run.policy, run.tokens, rows, run.layers, room)
     if share is None:
         return
-    asked = budget.fraction_tokens(share, n_prompt)
-    held = int(budget.nominal(run.policy, run.tokens, torch.tensor([n_prompt]), run.layers))
+    asked, held = budget.fraction_tokens(share, n_prompt), int(budget.nominal(run.policy, None, rows, run.layers))
     if held > asked:
         say(f"{share:g} of {n_prompt:,} tokens are {asked:,}, fewer than the {held:,} that are protected: those stay")
 
@@ -242,8 +242,10 @@ def _files(report: object, events: object, policy: object, force: bool) -> dict[
     files = {what: as_path(path, what) for what, path in asked.items() if path is not None}
     if "events" in files and policy is None:
         raise InputError("there are no events without a policy", "add --policy FILE, or leave --events out")
-    if len(files) == 2 and files["report"].resolve() == files["events"].resolve():
+    if len(files) == 2 and same_file(files["report"], files["events"]):
         raise InputError(f"report and events are both '{report}'", "give each a file of its own")
+    if isinstance(policy, (str, Path)):
+        check_apart(files, policy, "policy")
     for what, path in files.items():
         with disk(f"writing '{path}'"):
             if path.is_dir() or not path.parent.is_dir():
@@ -257,6 +259,18 @@ def _files(report: object, events: object, policy: object, force: bool) -> dict[
                         f"'{path}' is there and was not written as {what}", "choose another file, or add --force"
                     )
     return files
+
+
+def same_file(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths are of one file, through links too."""
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def check_apart(files: Mapping[str, Path], source: str | Path, what: str) -> None:
+    """Nothing; raises InputError where a file to write is one that is read, whatever was asked by force."""
+    for name, path in files.items():
+        if same_file(path, source):
+            raise InputError(f"{name} and {what} are both '{path}'", "give each a file of its own")
 
 
 def _room(model: Model, n_prompt: int, max_new_tokens: int, beyond_context: bool) -> int:

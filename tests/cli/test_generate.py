@@ -290,6 +290,23 @@ def test_a_strangers_file_needs_force(
 # The context
 
 
+@pytest.mark.parametrize("what", ["report", "events"])
+@pytest.mark.parametrize("source", ["policy", "prompt file"])
+def test_what_is_read_is_never_written_over(
+    capsys: pytest.CaptureFixture[str], model: Path, policy: Path, tmp_path: Path, what: str, source: str
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(PROMPT)
+    read = {"policy": policy, "prompt file": prompt}[source]
+    (tmp_path / "link").symlink_to(read)
+    for path in (read, tmp_path / "link"):
+        before = read.read_bytes()
+        asked = words(model, "--prompt-file", str(prompt), "--policy", str(policy), f"--{what}", str(path), n=2)
+        assert app.main([*asked, "--force"]) == 2
+        assert f"{what} and {source} are both" in capsys.readouterr().err
+        assert read.read_bytes() == before
+
+
 def test_the_models_context_bounds_the_text(capsys: pytest.CaptureFixture[str], model: Path, policy: Path) -> None:
     long = "Where is the red box? " * 18
     n_prompt = kvlens.generate(long, str(model), max_new_tokens=1, device="cpu").n_prompt

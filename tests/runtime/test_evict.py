@@ -113,6 +113,16 @@ def test_more_protected_than_the_budget_holds_is_refused() -> None:
         choose(torch.zeros(1, 1, 6), positions, torch.tensor([[4]]), torch.ones(1, 1, 6, dtype=torch.bool))
 
 
+def test_protected_pages_must_fit() -> None:
+    positions = torch.arange(12).view(1, 1, 12)
+    safe = (positions == 5) | (positions == 11)
+    scores = torch.zeros(1, 1, 12)
+    kept = choose(scores, positions, torch.tensor([[8]]), safe, page_size=4).positions
+    assert kept.tolist() == [[[4, 5, 6, 7, 8, 9, 10, 11]]]
+    with pytest.raises(InputError, match="8 tokens are protected, more than the budget of 7"):
+        choose(scores, positions, torch.tensor([[7]]), safe, page_size=4)
+
+
 def test_pitfall_09_ties_are_counted_among_what_a_score_decides_on() -> None:
     positions, n_own = torch.arange(8).view(1, 1, 8), torch.tensor([8])
     safe = protected(Protect(sinks=2), positions, n_own, n_own)

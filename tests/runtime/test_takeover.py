@@ -223,3 +223,26 @@ def test_a_cache_without_layers_is_refused_by_name(model: Model) -> None:
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(ModelRefused, match="EncoderDecoderCache"), apply(policy(), model), torch.no_grad():
         model.decoder(input_ids=IDS, use_cache=True, **{cache_keyword(model): cache})
+
+
+@pytest.mark.parametrize("shape", ["all", "head", "ragged"])
+def test_a_mask_that_hides_what_was_seen_is_refused_once_tokens_have_left(model: Model, shape: str) -> None:
+    begun, ids = torch.ones(2, 30, dtype=torch.long), token_ids(33).expand(2, -1).clone()
+    begun[1, :7] = 0  # padding
+
+    def go(mask: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        new = ids[:, mask.shape[1] - 1 : mask.shape[1]] if cache.get_seq_length() else ids[:, :30]
+        output = model.hf(new, attention_mask=mask, use_cache=True, **{cache_keyword(model): cache})
+        return torch.as_tensor(output.logits)
+
+    with apply(policy("keynorm", **shapes(model)[shape]), model), torch.no_grad():
+        cache = DynamicCache(config=model.hf.config)
+        go(begun, cache)
+        one, two = (torch.cat([begun, torch.ones(2, n, dtype=torch.long)], 1) for n in (1, 2))
+        assert go(one, cache).isfinite().all()
+        for row, pos in ((0, 3), (1, 20), (1, 3)):
+            changed = two.clone()
+            changed[row, pos] = 1 - changed[row, pos]
+            with pytest.raises(InputError, match="cannot hide what it was not told"):
+                go(changed, cache)
+        assert go(two, cache).isfinite().all()  # nothing was touched

@@ -107,7 +107,9 @@ def _first(differences: list[str]) -> str:
 
 
 def _difference(name: str, there: Any, here: Any) -> str:
-    """What sets two unequal values of a setting apart, in a line: of nested ones the first, of lists the items."""
+    """What sets two unequal values of a setting apart, in a line: of long ones the first inside, or the items."""
+    if max(len(repr(there)), len(repr(here))) <= LONGEST:
+        return f"{name} is {there!r} there and {here!r} here"
     if isinstance(there, dict) and isinstance(here, dict):
         shared = [key for key in here if key in there and here[key] != there[key]]
         if not shared:

@@ -106,6 +106,7 @@ def test_another_configuration_is_named_in_a_line(command: Command, says: Says, 
     says(0, command("--scorer", "random"))
     for more, differs in (
         (["--scorer", "keynorm"], "methods is ['full', 'random'] there and ['full', 'keynorm'] here"),
+        (["--scorer", "all"], "methods has sliding_window, epikv, hidden_change, "),
         (["--scorer", "keynorm"], "policies has 'random' there alone, 'keynorm' here alone"),
         (
             ["--scorer", "random", "--sinks", "1"],

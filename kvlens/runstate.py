@@ -20,6 +20,7 @@ from kvlens.errors import InputError
 from kvlens.provenance import now, versions
 
 STATE = "run.json"
+SHOWN, LONGEST = 3, 60  # differences in a line, characters of a value
 
 
 def held_state(path: Path) -> dict[str, Any] | None:
@@ -75,7 +76,7 @@ def start_afresh(path: Path, held: dict[str, Any], wanted: dict[str, Any], force
     differences = _differences(held, wanted)
     if differences and not force:
         raise InputError(
-            f"'{path}' holds a run from a different configuration: {'; '.join(differences[:3])}",
+            f"'{path}' holds a run from a different configuration: {_first(differences)}",
             "choose another output folder, or add --force to replace that run",
         )
     return bool(differences) or (force and held["status"] == "complete")
@@ -96,7 +97,40 @@ def _differences(held: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         "model fingerprint": f"the model is '{held['model']['name']}' there, '{wanted['model']['name']}' here, "
         "of another fingerprint",
     }
-    return [words.get(name, f"{name} is {there.get(name)!r} there and {here.get(name)!r} here") for name in names]
+    return [words.get(name) or _difference(name, there.get(name), here.get(name)) for name in names]
+
+
+def _first(differences: list[str]) -> str:
+    """The first three, and how many more there are."""
+    rest = len(differences) - SHOWN
+    return "; ".join(differences[:SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _difference(name: str, there: Any, here: Any) -> str:
+    """What sets two unequal values of a setting apart, in a line: of long ones the first inside, or the items."""
+    if max(len(repr(there)), len(repr(here))) <= LONGEST:
+        return f"{name} is {there!r} there and {here!r} here"
+    if isinstance(there, dict) and isinstance(here, dict):
+        shared = [key for key in here if key in there and here[key] != there[key]]
+        if not shared:
+            return _items(name, list(there), list(here))
+        more = f" (and {len(shared) - 1} more in {name})" if len(shared) > 1 else ""
+        return _difference(f"{name}.{shared[0]}", there[shared[0]], here[shared[0]]) + more
+    if isinstance(there, list) and isinstance(here, list) and all(isinstance(one, str) for one in there + here):
+        return _items(name, there, here)
+    return f"{name} is {_short(there)} there and {_short(here)} here"
+
+
+def _items(name: str, there: list[str], here: list[str]) -> str:
+    """Which names only one of two lists has."""
+    apart = {"there": [one for one in there if one not in here], "here": [one for one in here if one not in there]}
+    said = [f"{_short(', '.join(names))} {where} alone" for where, names in apart.items() if names]
+    return f"{name} has {', '.join(said)}" if said else f"{name} is in another order, or names one twice"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) and " " in value else repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def files_of(state: dict[str, Any]) -> dict[str, dict[str, Any]]:

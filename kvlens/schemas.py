@@ -122,7 +122,8 @@ AUDIT_TABLES: dict[str, pa.Schema] = {
             ("n_target", pa.int32()),
         ],
         [
-            ("claimed_bytes", pa.int64()),
+            ("claimed_bytes", pa.int64()),  # claimed_side_bytes among them, as side_bytes among physical_bytes
+            ("claimed_side_bytes", pa.int64()),
             ("physical_bytes", pa.int64()),
             ("side_bytes", pa.int64()),
             ("peak_bytes", pa.int64()),
@@ -133,6 +134,7 @@ AUDIT_TABLES: dict[str, pa.Schema] = {
             ("next_token_agreement", pa.float64()),
             ("seconds", pa.float64()),
             ("refused", pa.string()),  # why it did not run on this text
+            ("note", pa.string()),  # what a reader of its numbers must know
         ],
     )
 }

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -71,7 +71,7 @@ def audit(
         sinks, recent: first and last tokens that stay under every method, inside the budget.
         question_last: run each method twice, compressing before and after the question was seen.
         enforce: presses that only mark what they drop are also run with it evicted, in three shapes of storage.
-        progress: called with (methods done, methods in all); note: told what lies ahead.
+        progress: called with (rows done, rows in all), a row being a method on a text; note: told what lies ahead.
 
     Raises: InputError, EnvironmentLacks, ModelRefused; nothing already written is lost.
     Cost: a prefill for each method and text, one more for an enforced one or KVzip, and what the method's scores cost.
@@ -103,29 +103,35 @@ class Job:
     seed: int
     progress: Tick
     note: Note
-    keys: list[str] = field(default_factory=list)
 
     def do(self, run: RunFolder) -> None:
         """Nothing; measures what the run lacks and finishes it."""
-        done, total = 0, len(self.cases) * len(self.settings.methods)
-        self.note(f"{counted(len(self.settings.methods), 'method')} on {counted(len(self.cases), 'text')}")
-        for number, case in enumerate(self.cases):
-            full: Tensor | None = None
-            for method in self.settings.methods:
-                self.progress(done, total)
-                key = f"{number}/{method.name}"
-                self.keys.append(key)
-                if not run.has_part("cases", key):
-                    full = self._full(case) if full is None else full
-                    run.write_part(
-                        "cases", key, {name: [value] for name, value in self.row(method, case, full).items()}
-                    )
-                done += 1
-        self.progress(done, total)
-        frames = [run.read_part("cases", key) for key in self.keys]
+        parts = {
+            f"{number}/{method.name}": (method, case)
+            for number, case in enumerate(self.cases)
+            for method in self.settings.methods
+        }
+        lacking = [key for key in parts if not run.has_part("cases", key)]
+        self._tell(run, len(parts), len(lacking))
+        at: Case | None = None
+        for done, key in enumerate(lacking, start=len(parts) - len(lacking)):
+            self.progress(done, len(parts))
+            method, case = parts[key]
+            if case is not at:
+                at, full = case, self._full(case)
+            run.write_part("cases", key, {name: [value] for name, value in self.row(method, case, full).items()})
+        self.progress(len(parts), len(parts))
+        frames = [run.read_part("cases", key) for key in parts]
         found = document(frames, {method.name: method for method in self.settings.methods}, self.settings)
         counts = {"texts": len(self.cases), "methods": len(self.settings.methods)}
-        run.finish({"cases": self.keys}, counts=counts, documents={"audit": found})
+        run.finish({"cases": list(parts)}, counts=counts, documents={"audit": found})
+
+    def _tell(self, run: RunFolder, total: int, n_lacking: int) -> None:
+        """Nothing; says what lies ahead, and what an earlier start left."""
+        ahead = f"{counted(len(self.settings.methods), 'method')} on {counted(len(self.cases), 'text')}"
+        if n_lacking < total:
+            ahead += f": {total - n_lacking} of {total} rows are in '{run.path}' already, {n_lacking} to go"
+        self.note(ahead)
 
     def _full(self, case: Case) -> Tensor:
         """What the full cache predicts: logits of the target's tokens."""
@@ -152,6 +158,7 @@ class Job:
                 found = fidelity(full, held.predict(new, case.n_target)[0])
                 return {
                     "claimed_bytes": held.claimed_bytes,
+                    "claimed_side_bytes": held.declared_bytes,
                     "physical_bytes": n_held + n_side,
                     "side_bytes": n_side,
                     "simulated": is_simulated(held.claimed_bytes, n_held, where["full_bytes"]),
@@ -159,6 +166,7 @@ class Job:
                     "kl_nats": found.kl_nats,
                     "next_token_agreement": found.next_token_agreement,
                     "seconds": perf_counter() - started,
+                    "note": held.note or None,
                 }
 
         try:

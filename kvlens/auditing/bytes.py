@@ -5,7 +5,8 @@
 3. `verdict`: physical bytes (both) against what the method claims; a claim holds within 5 %. `is_simulated`: it claims
    to hold less than the full cache, and holds the full cache's keys and values.
 4. `measured`: the work in a process of its own that starts as a copy of this one, with the highest memory it had over
-   its start (CPU), or here with the device's own count (CUDA). What the work leaves behind ends with that process.
+   its start (CPU), or here with the device's own count (CUDA). What the work leaves behind ends with that process; and
+   that process ends with this one, so that the run folder's lock, which it inherits, is free after a kill.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,6 +28,7 @@ from kvlens.errors import EnvironmentLacks, KvlensError
 
 TOLERANCE = 0.05
 HOLDS, NOT_MET, REFUSED = "holds", "claim not met", "refused"
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -103,11 +106,13 @@ def measured(
 
 def _in_a_copy(work: Callable[[], dict[str, Any]], resident: list[Tensor]) -> dict[str, Any]:
     reader, writer = os.pipe()
+    parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads, which the copy does not use
         child = os.fork()
     if child == 0:
         os.close(reader)
+        _end_with(parent)
         _answer(work, writer, resident)
     os.close(writer)
     try:
@@ -130,6 +135,14 @@ def _in_a_copy(work: Callable[[], dict[str, Any]], resident: list[Tensor]) -> di
         error.exit_code = found["exit_code"]
         raise error
     return found
+
+
+def _end_with(parent: int) -> None:
+    """Nothing; the kernel kills this process when its parent ends, however that ends."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before it could be asked for
+        os._exit(1)
 
 
 def _answer(work: Callable[[], dict[str, Any]], writer: int, resident: list[Tensor]) -> None:

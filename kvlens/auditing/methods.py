@@ -6,6 +6,8 @@
 3. `PolicyMethod` puts a policy on the model as `kvlens.apply` does. Its claim is what the policy says (`budget`, or the
    mean of `allocate.table`) in keys and values, and the state that its scorer declares (claims.py). It evicts once,
    when all of the context is seen, whatever trigger the policy names: so do all methods of an audit.
+4. `undecided` says so where its scores decided nothing: tokens that are not judged yet stay first, and on a short text
+   they can fill the budget alone.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kvlens.auditing.claims import declared_bytes
 from kvlens.linear import fast_linear
 from kvlens.model import Model
 from kvlens.policy import Policy
-from kvlens.runtime.apply import apply
+from kvlens.runtime.apply import Run, apply
 from kvlens.runtime.cache import EMPTY, HeldLayer, all_tensors, ledger_of
 
 AS_SHIPPED = "as shipped"
@@ -42,6 +44,7 @@ class Held:
     kept_tokens: int  # pairs of key and value that attention sees, over all layers and KV heads
     # (new tokens, n) -> logits of the last n of them
     predict: Callable[[Int[Tensor, "1 new"], int], Float[Tensor, "1 _ d_vocab"]]
+    note: str = ""  # what a reader of its numbers must know
 
 
 @runtime_checkable
@@ -120,7 +123,28 @@ class PolicyMethod:
                 + len(plain) * model.n_kv_heads * ids.shape[1]
             )
             predict = partial(_predict, model, cache)
-            yield Held(keys_values, beside, claimed, declared, kept, predict)
+            note = "" if ledger is None else undecided(run, ledger.sets, ids.shape[1])
+            yield Held(keys_values, beside, claimed, declared, kept, predict, note)
+
+
+# 4.
+
+
+def undecided(run: Run, stays: Sequence[Int[Tensor, "1 heads _"]], n_seen: int) -> str:
+    """Words for an eviction that no score decided; empty where a score did, or nothing left. `stays`: positions held.
+
+    Cost: a look at the positions.
+    """
+    protect = run.policy.protection()
+    n_fixed = n_seen if protect.prompt else min(n_seen, protect.sinks + protect.recent)
+    n_heads = sum(positions.shape[1] for positions in stays)
+    n_ranked, n_judged = n_heads * (n_seen - n_fixed), int(run.log.n_scored)
+    n_places = sum(int((positions != EMPTY).sum()) for positions in stays) - n_heads * n_fixed
+    if not run.log.n_evictions or n_ranked - n_judged < n_places or not n_places:
+        return ""
+    if not n_judged:
+        return "no token judged: kept by position alone"
+    return f"{1 - n_judged / n_ranked:.0%} of tokens not judged yet: they fill the budget, no score decided"
 
 
 def _predict(model: Model, cache: Any, new: Int[Tensor, "1 new"], last: int) -> Float[Tensor, "1 last d_vocab"]:

@@ -107,9 +107,10 @@ def read_press(words: str) -> PressChoice:
     short = {one.removesuffix("Press").lower(): one for one in known}
     found = known.keys() & {name} or {short.get(name.lower().removesuffix("press"), "")} - {""}
     if not found:
-        near = get_close_matches(name.lower().removesuffix("press"), short, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(short[one] for one in near)}?" if near else f"one of {', '.join(PRESSES)}"
-        raise InputError(f"there is no press {name!r:.80}", hint)
+        near = get_close_matches(name.lower().removesuffix("press"), short, n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(short[one] for one in near)}? " if near else ""
+        every = ", ".join(one.removesuffix("Press") for one in PRESSES)
+        raise InputError(f"there is no press {name!r:.80}", f"{hint}the presses are {every}; or all of them: all")
     name = found.pop()
     if name in NEEDS_NETWORK:
         raise InputError(
@@ -173,6 +174,11 @@ def make_press(choice: PressChoice, ratio: float) -> Any:
     """
     module, row = kvpress_module(), PRESSES[choice.name]
     settings = row.settings | choice.parameters
+    if own := {"compression_ratio", row.ratio} & choice.parameters.keys():
+        raise InputError(
+            f"press {choice.name}: {own.pop()} is what its budget is made of, and the budget is every method's",
+            "leave it out, and set the budget with --keep-fraction",
+        )
     if row.inner is not None:
         inner = read_press(str(settings.pop("press", INNER)))
         if PRESSES[inner.name].ratio != "compression_ratio":

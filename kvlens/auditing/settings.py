@@ -9,9 +9,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvlens.auditing.enforce import SHAPES, Enforced
 from kvlens.auditing.methods import Full, Method, PolicyMethod
@@ -26,6 +26,7 @@ from kvlens.runtime import budget
 from kvlens.scorers import table
 
 ALL = "all"
+T = TypeVar("T")
 NOT_BY_NAME = {
     "fitted": "it has no weights of its own: give its policy file",
     "oracle": "it replays labels: offline only",
@@ -84,14 +85,11 @@ def settle(
         raise InputError(f"a budget of {keep_fraction!r:.40} of the length", "give a fraction above 0, at most 1")
     protect = Protect(sinks=sinks, recent=recent)
     methods: list[Method] = [Full()]
-    methods += [_policy(one, keep_fraction, protect) for one in policies]
+    methods += _numbered(_once(_policy(one, keep_fraction, protect) for one in policies))
     methods += [_scorer(words, float(keep_fraction or 1), protect) for words in _expand(scorers, _scorers())]
-    chosen = [read_press(words) for words in _expand(presses, list(PRESSES))]
+    chosen = _once(read_press(words) for words in _expand(presses, list(PRESSES)))
     version = kvpress_version() if chosen else None
     methods += _presses(chosen, float(keep_fraction or 1), protect, enforce)
-    names = [method.name for method in methods]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"the method {twice!r:.80} is asked for twice", "name each once")
     return Settings(keep_fraction, protect, tuple(methods), version)
 
 
@@ -108,12 +106,31 @@ def _expand(asked: Sequence[str], every: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(one for words in asked for one in (every if words == ALL else [words])))
 
 
+def _once(asked: Iterable[T]) -> list[T]:
+    """Each once, in the order of the first."""
+    found: list[T] = []
+    for one in asked:
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def _numbered(methods: Sequence[PolicyMethod]) -> list[PolicyMethod]:
+    """The same with names of their own: the second of a name is `NAME#2`."""
+    names = [method.name for method in methods]
+    counts = [names[: number + 1].count(name) for number, name in enumerate(names)]
+    return [
+        method if count == 1 else replace(method, name=f"{method.name}#{count}")
+        for method, count in zip(methods, counts, strict=True)
+    ]
+
+
 def _scorers() -> list[str]:
     return [name for name in table.TABLE if name not in NOT_BY_NAME]
 
 
 def _scorer(words: str, keep_fraction: float, protect: Protect) -> PolicyMethod:
-    """A scorer at the common budget; each head keeps its own tokens where the scorer tells heads apart."""
+    """A scorer at the common budget; each head keeps its own tokens, but where its score is the same in all layers."""
     if words in NOT_BY_NAME:
         raise InputError(f"scorer {words} cannot be audited by name: {NOT_BY_NAME[words]}", "choose another scorer")
     scorer = table.make(words, {})
@@ -122,7 +139,7 @@ def _scorer(words: str, keep_fraction: float, protect: Protect) -> PolicyMethod:
         budget=Budget(keep_fraction=keep_fraction),
         protect=protect,
         trigger="prefill",
-        reduce="head" if scorer.per_layer and scorer.second_pass is None else "all",
+        reduce="head" if scorer.per_layer and not scorer.together else "all",
     )
     return PolicyMethod(words, "scorer", policy)
 
@@ -155,8 +172,11 @@ def check_budgets(settings: Settings, model: Model, cases: Sequence[Case]) -> No
     """Nothing; raises InputError for a budget that a text cannot be compressed to, or a policy of another model."""
     for method in settings.methods:
         if isinstance(method, PolicyMethod):
-            check_model(method.policy, model)
-            budget.check_table(method.policy, model)
+            try:
+                check_model(method.policy, model)
+                budget.check_table(method.policy, model)
+            except InputError as error:
+                raise InputError(f"{method.name}: {error.message}", "export a policy for this model") from error
     layers = tuple(index for index, window in enumerate(model.sliding) if window is None)
     for case in cases:
         fixed = settings.protect.sinks + settings.protect.recent

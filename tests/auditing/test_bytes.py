@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +88,32 @@ def test_errors_of_the_work_come_back_as_errors() -> None:
         measured(raises, CPU)
     with pytest.raises(EnvironmentLacks, match="status 7"):
         measured(lambda: os._exit(7), CPU)
+
+
+KILLED = """
+import os, sys, time
+import torch
+from kvlens.auditing.bytes import measured
+
+def work():
+    print(os.getpid(), flush=True)
+    time.sleep(300)
+
+measured(work, torch.device("cpu"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no process of its own here")
+def test_the_process_apart_ends_with_the_one_that_started_it() -> None:
+    """A killed audit whose method goes on would hold the run folder's lock until that method is done."""
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as audit:
+        assert audit.stdout is not None
+        stat = Path(f"/proc/{int(audit.stdout.readline())}/stat")
+        audit.kill()
+    patience = time.monotonic() + 20
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < patience, "it still runs"
+        time.sleep(0.02)
 
 
 def test_fidelity_against_the_definition() -> None:

@@ -23,12 +23,14 @@ from kvlens.auditing.fidelity import fidelity
 from kvlens.auditing.methods import Full
 from kvlens.auditing.press_table import NEEDS_NETWORK, NOT_HERE, PRESSES, kvpress_module, make_press, read_press
 from kvlens.auditing.presses import PressMethod, chosen, predict, visible
+from kvlens.auditing.settings import settle
 from kvlens.errors import InputError
 from kvlens.model import Model, new_cache
 from kvlens.policy import Protect
 
 # not importorskip, which would import it plainly and leave its patches behind
 pytestmark = pytest.mark.skipif(find_spec("kvpress") is None, reason="the extra `presses` is not installed")
+SETTLED: dict[str, Any] = {"keep_fraction": 0.5, "sinks": 2, "recent": 3, "enforce": False}
 PROTECT = Protect(sinks=2, recent=3)
 MARKING = [name for name, row in PRESSES.items() if row.marks]
 INNER = ("Chunk", "Block", "CriticalKV", "AdaKV", "CriticalAdaKV", "KeyRerotation")
@@ -193,6 +195,9 @@ def test_every_press_of_kvpress_is_known() -> None:
         ("AdaKV:press=ThinKPress", "takes a press that scores"),
         ("AdaKV:press=nothing", "there is no press"),
         ("snapvk", "there is no press"),
+        ("nope", "there is no press"),
+        ("Knorm:compression_ratio=0.9", "is what its budget is made of"),
+        ("ThinK:key_channel_compression_ratio=0.1", "is what its budget is made of"),
     ],
 )
 def test_slips_are_refused(words: str, said: str) -> None:
@@ -200,7 +205,15 @@ def test_slips_are_refused(words: str, said: str) -> None:
         make_press(read_press(words), 0.5)
     assert refused.value.hint
     if words == "snapvk":
-        assert "SnapKVPress" in refused.value.hint
+        assert "did you mean SnapKVPress?" in refused.value.hint
+    if words == "nope":
+        assert "did you mean" not in refused.value.hint
+        assert all(name.removesuffix("Press") in refused.value.hint for name in PRESSES)
+
+
+def test_a_press_named_twice_is_one() -> None:
+    settled = settle((), (), ("knorm", "KnormPress", "Knorm", "tova"), **SETTLED)
+    assert [method.name for method in settled.methods] == ["full", "KnormPress", "TOVAPress"]
 
 
 def test_short_names_mean_the_same() -> None:

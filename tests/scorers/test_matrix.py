@@ -1,7 +1,7 @@
 """Every scorer on every family, whatever it computes: one matrix, driven by the table of scorers.
 
 A new scorer is in it by its row in `kvlens/scorers/table.py`; what it needs of parameters on short texts stands in
-`eviction.PARAMETERS`, and here what it claims beyond what all must keep (CAUSAL, UNJUDGED).
+`eviction.PARAMETERS`, and here what it claims beyond what all must keep (CAUSAL, UNJUDGED), and what not (GROWS).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from eviction import MANAGED, PARAMETERS, TOGETHER, padded, policy, refuses, set
 from tiny import FAMILIES, llama, token_ids
 
 from kvlens import model as models
+from kvlens.auditing.bytes import storage_bytes
 from kvlens.errors import ModelRefused
 from kvlens.model import Model
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import EMPTY
+from kvlens.runtime.cache import EMPTY, ledger_of
 from kvlens.scorers.interface import Facts, tensors
 from kvlens.scorers.table import TABLE, make
 
@@ -40,6 +41,15 @@ CAUSAL = (
     *("random", "sliding_window", "keynorm", "key_var", "value_var", "fitted", "oracle"),
     *("epikv", "hidden_change", "band_adaptive"),
 )
+# What a state keeps of every token seen, in bytes a token, and why; all other states grow with what is held alone.
+GROWS = {
+    "kvzip": (4, "it repeats the whole text, so it keeps every id"),
+    "thinkv": (3, "a segment is typed by the tertiles of all before it: 12 bytes, here for 4 tokens"),
+    "segment_hidden": (3, "the same segments"),
+}
+PARITY = {
+    "thinkv": {"size": 4, "parity": True, "budgets": [3, 2, 1]}
+}  # beside the defaults, where the state is another
 # How budgets are handed out: every way is tried with every scorer. A new allocator is one row here.
 ALLOCATIONS: dict[str, Callable[[Model], dict[str, Any]]] = {
     "uniform": lambda _: {"reduce": "head"},
@@ -185,6 +195,35 @@ def test_pitfall_10_massive_activations_overflow_no_score(name: str, dtype: torc
     for found in of(run).values():
         assert found[..., 1:n_judged].isfinite().all()
         assert found[..., n_judged:].isnan().all()
+
+
+def state_bytes(scorer: str, n: int, parameters: dict[str, Any], **settings: Any) -> int:
+    """Bytes of a scorer's state when this many tokens have come, 20 in a pass, and every second pass evicted."""
+    model = family("llama_6_over_3")
+    changes = settled(scorer, {"parameters": parameters, "trigger": "every:40", **settings})
+    with apply(policy(scorer, **changes), model) as run:
+        streamed_logits(model, token_ids(n), [20] * (n // 20))
+    ledger = ledger_of(run.cache)
+    assert ledger is not None
+    return storage_bytes(tensor for _, tensor in tensors(ledger.state))
+
+
+@pytest.mark.parametrize(
+    ("scorer", "parameters"),
+    [*((name, PARAMETERS.get(name, {})) for name in TABLE), *PARITY.items()],
+    ids=[*TABLE, *(f"{name}-parity" for name in PARITY)],
+)
+def test_a_state_grows_with_what_is_held_and_not_with_what_was_seen(scorer: str, parameters: dict[str, Any]) -> None:
+    """Two texts of 260 and 340 tokens, both longer than any window, of which 12 are held, the same ones in all heads.
+
+    Where each head holds its own 12, a state of every token that any of them holds is no larger than where all hold
+    the same ones, as many as the heads' together.
+    """
+    short, long = (state_bytes(scorer, n, parameters, reduce="all") for n in (260, 340))
+    assert long - short == 80 * GROWS.get(scorer, (0, ""))[0]
+    model = family("llama_6_over_3")
+    together = state_bytes(scorer, 340, parameters, reduce="all", tokens=12 * model.n_layers * model.n_kv_heads)
+    assert state_bytes(scorer, 340, parameters, reduce="head") <= together
 
 
 @pytest.mark.parametrize("name", TABLE)

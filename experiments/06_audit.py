@@ -42,7 +42,8 @@ FACTS = {
     "the old library": "walnut",
 }
 COLUMNS = (
-    "method", "source", "storage", "visibility", "n_texts", "claimed_bytes", "physical_bytes", "side_bytes",
+    "method", "source", "storage", "reduce", "visibility", "n_texts", "claimed_bytes", "claimed_side_bytes",
+    "physical_bytes", "side_bytes",
     "full_bytes", "peak_bytes", "simulated", "kept_tokens_total", "kl_nats", "next_token_agreement", "verdict",
 )  # fmt: skip
 

@@ -23,8 +23,8 @@ def audit(found: dict[str, Any]) -> list[str]:
     lines = [
         f"{n} texts of {found['length']:,} tokens ({found['model']}, {found['dtype']}, `experiments/06_audit.py`), "
         f"{found['keep_fraction']:.0%} of the context to stay, {found['protect']['sinks']} first and "
-        f"{found['protect']['recent']} last tokens protected, evicted once, question unseen. Held: all storages, in "
-        "brackets the method's own state. KL of the target's tokens to the full cache's prediction: mean, and lowest "
+        f"{found['protect']['recent']} last tokens protected, evicted once, question unseen. Claimed and held: keys "
+        "and values, as shares of the full cache's; beside them the method's own state. KL of the target's tokens to the full cache's prediction: mean, and lowest "
         "and highest text. "
         f"{len(kept)} of {len(plain) + len(shared) + len(presses)} methods that evict hold what they claim; "
         f"{len(marked)} presses mark and hold everything.",
@@ -54,14 +54,22 @@ def _loss(row: dict[str, Any]) -> float:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"| {title} | claimed | held (own state) | KL, nats [texts] | same next token |", "|---|---|---|---|---|"]
+    lines = [
+        f"| {title} | claimed | held | own state | KL, nats [texts] | same next token |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         claimed, held, side = (
-            100 * row[name] / row["full_bytes"] for name in ("claimed_bytes", "physical_bytes", "side_bytes")
+            100 * n_bytes / row["full_bytes"]
+            for n_bytes in (
+                row["claimed_bytes"] - row["claimed_side_bytes"],
+                row["physical_bytes"] - row["side_bytes"],
+                row["side_bytes"],
+            )
         )
         by_text = row["kl_nats_by_text"]
         lines.append(
-            f"| `{row['method'].removeprefix('policy:')}` | {claimed:.1f} % | {held:.1f} % ({side:.1f}) | "
+            f"| `{row['method'].removeprefix('policy:')}` | {claimed:.1f} % | {held:.1f} % | {side:.1f} % | "
             f"{row['kl_nats']:.3f} [{min(by_text):.3f}, {max(by_text):.3f}] | {row['next_token_agreement']:.2f} |"
         )
     return [*lines, ""]

@@ -24,8 +24,8 @@ def audit(found: dict[str, Any]) -> list[str]:
         f"{n} texts of {found['length']:,} tokens ({found['model']}, {found['dtype']}, `experiments/06_audit.py`), "
         f"{found['keep_fraction']:.0%} of the context to stay, {found['protect']['sinks']} first and "
         f"{found['protect']['recent']} last tokens protected, evicted once, question unseen. Claimed and held: keys "
-        "and values, as shares of the full cache's; beside them the method's own state. KL of the target's tokens to the full cache's prediction: mean, and lowest "
-        "and highest text. "
+        "and values, as shares of the full cache's; beside them the method's own state. KL of the target's tokens to "
+        "the full cache's prediction: mean, and lowest and highest text. "
         f"{len(kept)} of {len(plain) + len(shared) + len(presses)} methods that evict hold what they claim; "
         f"{len(marked)} presses mark and hold everything.",
         "",

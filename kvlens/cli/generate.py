@@ -15,6 +15,8 @@ from kvlens.errors import InputError, KvlensError
 if TYPE_CHECKING:
     from kvlens.runtime.generate import Generated
 
+MOST_BYTES = 2**26  # no model's context holds a longer text, and some files never end
+
 
 def command(
     prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads it from stdin.")] = None,
@@ -56,7 +58,8 @@ def command(
 ) -> None:
     """Let the model write after a prompt, its cache kept within a policy's budget; what leaves it frees its bytes."""
     text = _prompt(prompt, prompt_file)
-    from kvlens.runtime.generate import check_apart, generate
+    from kvlens.runtime.generate import generate
+    from kvlens.runtime.generated_files import check_apart
 
     files = {"report": report, "events": events}
     if prompt_file is not None:
@@ -99,10 +102,12 @@ def _prompt(words: str | None, file: Path | None) -> str:
     from kvlens.disk import as_path, disk
 
     if file is None:
-        content, name = (b"" if sys.stdin is None else sys.stdin.buffer.read()), "stdin"
+        content, name = (b"" if sys.stdin is None else sys.stdin.buffer.read(MOST_BYTES + 1)), "stdin"
     else:
-        with disk(f"reading '{file}'"):
-            content, name = as_path(file, "prompt file").read_bytes(), f"'{file}'"
+        with disk(f"reading '{file}'"), as_path(file, "prompt file").open("rb") as stream:
+            content, name = stream.read(MOST_BYTES + 1), f"'{file}'"
+    if len(content) > MOST_BYTES:
+        raise InputError(f"the prompt in {name} has more than {MOST_BYTES:,} bytes", "give a shorter one")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -14,7 +14,6 @@ too. Runs nest; the innermost one adopts a new cache, and a cache goes on under 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -36,8 +35,8 @@ from kvlens.observables.attention_weights import Rule
 from kvlens.policy import Policy
 from kvlens.policy_file import check_model, read_policy
 from kvlens.runtime import attention, budget, report, saved, takeover
-from kvlens.runtime.cache import Ledger, adopt, ledger_of
-from kvlens.runtime.call import Pass, cache_of, inputs_of, looked_over, new_positions
+from kvlens.runtime.cache import ledger_of
+from kvlens.runtime.call import Pass, by_name, cache_of, check_rows, inputs_of, looked_over, new_positions
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.received import received
 from kvlens.runtime.refresh import Means, refresh
@@ -122,6 +121,7 @@ class Run:
     def before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before the model: the cache is adopted, the new tokens get positions."""
         self._abandon()
+        args, kwargs = (), by_name(decoder, args, kwargs)
         name, cache = cache_of(decoder, kwargs)
         uses = kwargs.get("use_cache")
         if cache is None and not (decoder.config.use_cache if uses is None else uses):
@@ -132,15 +132,11 @@ class Run:
         ledger = ledger_of(cache) if isinstance(cache, Cache) else None
         if ledger is not None and takeover.is_anothers(self, cache, ledger):
             return args, kwargs
-        inputs = inputs_of(args, kwargs, self.policy.scorer.name if IDS in self.scorer.needs else None)
+        inputs = inputs_of(kwargs, self.policy.scorer.name if IDS in self.scorer.needs else None)
         batch, n_new = inputs.shape[:2]
         if ledger is None:
-            none = torch.zeros(batch, dtype=torch.long, device=self.model.device)
-            model = takeover.identity(self)
-            ledger = Ledger(
-                self.scorer, self.scorer.init(self.facts), self.layers, weakref.ref(self), none, none, model=model
-            )
-            adopt(cache, ledger, self.model)
+            ledger = takeover.begin(self, cache, batch)
+        check_rows(ledger, batch)
         mask = kwargs.get("attention_mask")
         positions, own = new_positions(ledger, mask, n_new)
         layers = [cache.layers[index] for index in self.layers]
@@ -268,6 +264,8 @@ def apply(
         policy: a policy, or the path of a policy file.
         record: keep what `run.events()` tells, about 16 bytes for each token and set of layers it left.
         allow_mismatch: take a policy file that was made for a model of another architecture.
+
+    Threads may generate at once, each with a cache of its own; enter and leave while no other one uses the model.
 
     Raises: ModelRefused for a model without full-attention layers or with layers that hold no keys and values;
         InputError for a file that is no policy or one of another architecture and, at the forward pass, for a cache or

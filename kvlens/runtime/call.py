@@ -51,12 +51,26 @@ def cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
     return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
 
 
-def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: str | None) -> Tensor:
+def by_name(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call under the names that the decoder gives them, so that none is overlooked."""
+    return dict(zip(signature(decoder.forward).parameters, args, strict=False)) | dict(kwargs)
+
+
+def check_rows(ledger: Ledger, batch: int) -> None:
+    """Raise InputError where a call brings other rows than its cache holds."""
+    if len(ledger.n_own) != batch:
+        raise InputError(
+            f"this cache holds {len(ledger.n_own)} rows, and the call brings {batch}",
+            "start a new cache, or choose its rows with batch_select_indices or batch_repeat_interleave",
+        )
+
+
+def inputs_of(kwargs: Mapping[str, Any], reader: str | None) -> Tensor:
     """The new tokens' ids, or their embeddings where the call gives those.
 
     Raises: InputError for embeddings where a scorer (`reader`) needs ids.
     """
-    given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
+    given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
     inputs: Tensor = next(inputs for inputs in given if inputs is not None)
     if reader is not None and inputs.ndim != 2:
         raise InputError(

@@ -9,9 +9,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,38 +17,22 @@ from time import perf_counter
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from kvlens import model as models
 from kvlens.causal_lm import Model
-from kvlens.disk import as_path, disk, write_whole
 from kvlens.errors import InputError
 from kvlens.policy import Policy
 from kvlens.policy_file import PolicyFile, read_policy
 from kvlens.provenance import plain, versions
 from kvlens.runtime import budget
 from kvlens.runtime.apply import Run, apply
+from kvlens.runtime.generated_files import SCHEMA, files_of, write
 from kvlens.runtime.report import Report
 from kvlens.runtime.speaker import Speaker
 from kvlens.tokenising import prompt_ids
 
-SCHEMA = "kvlens.generated/1"
 COLDEST, HOTTEST = 1e-3, 1e3  # beyond, logits overflow or all tokens are alike
-EVENTS = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("row", pa.int32()),
-        ("layer", pa.int16()),
-        ("kv_head", pa.int16()),
-        ("pos", pa.int32()),
-        ("event", pa.string()),
-        ("score", pa.float32()),
-        ("tenure", pa.int32()),
-    ]
-)
-_STARTS = {"report": json.dumps({"schema": SCHEMA}, indent=1).removesuffix("\n}").encode(), "events": b"PAR1"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +102,7 @@ def generate(
     Cost: a prefill, a forward pass a token, and what the policy's scorer takes.
     """
     _check(prompt, max_new_tokens, temperature, seed)
-    files = _files(report, events, policy, force)
+    files = files_of(report, events, policy, force)
     chosen = _with_budget(policy, budget_tokens, budget_bytes, keep_fraction)
     loaded = models.as_model(model, device=device, dtype=dtype, attention=attention)
     ids = prompt_ids(prompt, loaded.tokenizer, chat=chat)
@@ -129,9 +111,7 @@ def generate(
     say = note or _ignore
     if room < max_new_tokens:
         say(f"at most {room:,} new tokens: then the model's context of {loaded.max_context:,} is full")
-    made_for = chosen.model if isinstance(chosen, PolicyFile) else None
-    if made_for is not None and made_for.fingerprint not in (None, loaded.fingerprint):
-        say(f"the policy was made for another model, of fingerprint {made_for.fingerprint}")
+    _say_whose(chosen, loaded, say)
     speaker = Speaker(loaded, ids, tell or _ignore)
     applied = (
         nullcontext()
@@ -154,7 +134,7 @@ def generate(
     found = Generated(
         speaker.text_of(new), new, len(ids), len(new) == room, seconds, settings, chosen, *_told(run, files)
     )
-    _write(found, files)
+    write(found, files)
     return found
 
 
@@ -177,6 +157,13 @@ def _sha256(text: object) -> str:
 
 def _ignore(_: str) -> None:
     """Nobody listens."""
+
+
+def _say_whose(policy: Policy | None, model: Model, say: Callable[[str], None]) -> None:
+    """Say where a policy file was made for another model of the same architecture."""
+    made_for = policy.model if isinstance(policy, PolicyFile) else None
+    if made_for is not None and made_for.fingerprint not in (None, model.fingerprint):
+        say(f"the policy was made for another model, of fingerprint {made_for.fingerprint}")
 
 
 def _check_budget(run: Run, n_prompt: int, room: int, say: Callable[[str], None]) -> None:
@@ -236,43 +223,6 @@ def _with_budget(
     return type(chosen)(**chosen.model_dump(mode="json", by_alias=True) | {"budget": given})
 
 
-def _files(report: object, events: object, policy: object, force: bool) -> dict[str, Path]:
-    """The files to write by what they hold. Raises: InputError where one cannot be, or is somebody else's."""
-    asked = {"report": report, "events": events}
-    files = {what: as_path(path, what) for what, path in asked.items() if path is not None}
-    if "events" in files and policy is None:
-        raise InputError("there are no events without a policy", "add --policy FILE, or leave --events out")
-    if len(files) == 2 and same_file(files["report"], files["events"]):
-        raise InputError(f"report and events are both '{report}'", "give each a file of its own")
-    if isinstance(policy, (str, Path)):
-        check_apart(files, policy, "policy")
-    for what, path in files.items():
-        with disk(f"writing '{path}'"):
-            if path.is_dir() or not path.parent.is_dir():
-                reason = "it is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
-                raise InputError(f"writing '{path}' failed: {reason}", "name a file in a folder that is there")
-            if path.is_file() and not force:
-                with path.open("rb") as stream:
-                    start = stream.read(len(_STARTS[what]))
-                if start != _STARTS[what]:
-                    raise InputError(
-                        f"'{path}' is there and was not written as {what}", "choose another file, or add --force"
-                    )
-    return files
-
-
-def same_file(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths are of one file, through links too."""
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
-def check_apart(files: Mapping[str, Path], source: str | Path, what: str) -> None:
-    """Nothing; raises InputError where a file to write is one that is read, whatever was asked by force."""
-    for name, path in files.items():
-        if same_file(path, source):
-            raise InputError(f"{name} and {what} are both '{path}'", "give each a file of its own")
-
-
 def _room(model: Model, n_prompt: int, max_new_tokens: int, beyond_context: bool) -> int:
     """How many new tokens fit."""
     most = models.learned_positions(model) if beyond_context else model.max_context
@@ -282,15 +232,3 @@ def _room(model: Model, n_prompt: int, max_new_tokens: int, beyond_context: bool
         hint = "shorten it" if beyond_context else "shorten it, or use --beyond-context"
         raise InputError(f"the prompt of {n_prompt:,} tokens fills the model's context of {most:,}", hint)
     return min(max_new_tokens, most - n_prompt)
-
-
-# 4.
-
-
-def _write(found: Generated, files: dict[str, Path]) -> None:
-    if "report" in files:
-        text = json.dumps(found.document(), indent=1, ensure_ascii=False, allow_nan=False)
-        write_whole(files["report"], text.encode() + b"\n")
-    if "events" in files and found.events is not None:
-        table = pa.Table.from_pandas(found.events, schema=EVENTS, preserve_index=False)
-        write_whole(files["events"], lambda stream: pq.write_table(table, stream))

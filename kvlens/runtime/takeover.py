@@ -13,10 +13,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 from transformers.cache_utils import Cache
 
 from kvlens.errors import InputError
-from kvlens.runtime.cache import Ledger
+from kvlens.runtime.cache import Ledger, adopt
 from kvlens.runtime.ragged import RaggedLayer
 
 if TYPE_CHECKING:
@@ -46,6 +47,15 @@ def is_anothers(run: Run, cache: Cache, ledger: Ledger) -> bool:
     if not ledger.broken:  # a broken one says so itself, where it is used
         check_whole(cache, ledger)
     return False
+
+
+def begin(run: Run, cache: Cache, n_rows: int) -> Ledger:
+    """The ledger of an empty cache, whose layers are evicting ones afterwards. Raises: as `adopt` does."""
+    none = torch.zeros(n_rows, dtype=torch.long, device=run.model.device)
+    state, whose = run.scorer.init(run.facts), weakref.ref(run)
+    ledger = Ledger(run.scorer, state, run.layers, whose, none, none, model=identity(run))
+    adopt(cache, ledger, run.model)
+    return ledger
 
 
 def identity(run: Run) -> str:

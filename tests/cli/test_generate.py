@@ -27,7 +27,7 @@ from kvlens.cli import app
 from kvlens.errors import InputError
 from kvlens.policy_file import PolicyFile
 from kvlens.runtime.apply import Run
-from kvlens.runtime.generate import EVENTS
+from kvlens.runtime.generated_files import EVENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Let a = 17 and b = a + 24. Then b is 17 + 24."
@@ -335,6 +335,7 @@ def test_the_models_context_bounds_the_text(capsys: pytest.CaptureFixture[str], 
         (["--prompt-file", "{here}/latin.txt"], 2, "invalid UTF-8 at byte 2"),
         (["--prompt-file", "{here}/nowhere.txt"], 2, "nowhere.txt"),
         (["--prompt-file", "{here}"], 2, "Is a directory"),
+        (["--prompt-file", "/dev/zero"], 2, "more than 67,108,864 bytes"),
         ([os.fsdecode(b"a\xff")], 2, "no valid UTF-8"),
         (["a", "--policy", "{here}/nowhere.json"], 2, "there is no policy file"),
         (["a", "--policy", "{here}/latin.txt"], 2, "is no policy file"),

@@ -246,3 +246,31 @@ def test_a_mask_that_hides_what_was_seen_is_refused_once_tokens_have_left(model:
             with pytest.raises(InputError, match="cannot hide what it was not told"):
                 go(changed, cache)
         assert go(two, cache).isfinite().all()  # nothing was touched
+
+
+@pytest.mark.parametrize("tokens", [12, 500])
+def test_a_call_of_other_rows_than_its_cache_is_refused(model: Model, tokens: int) -> None:
+    for before, after in ((1, 2), (2, 1)):
+        cache = DynamicCache(config=model.hf.config)
+        with apply(policy("keynorm", tokens=tokens), model), torch.no_grad():
+            model.hf(IDS.expand(before, -1), use_cache=True, **{cache_keyword(model): cache})
+            with pytest.raises(InputError, match=f"holds {before} rows, and the call brings {after}"):
+                model.hf(IDS[:, :1].expand(after, -1), use_cache=True, **{cache_keyword(model): cache})
+
+
+def test_what_a_call_gives_by_place_is_heard_as_by_name(model: Model) -> None:
+    own = torch.ones_like(IDS)
+    own[0, :9] = 0
+    found = []
+    for by_place in (False, True):
+        cache = DynamicCache(config=model.hf.config)
+        with apply(policy("keynorm"), model) as run, torch.no_grad():
+            more = {cache_keyword(model): cache}
+            if by_place:
+                model.decoder(IDS, own, None, cache)
+            else:
+                model.decoder(input_ids=IDS, attention_mask=own, use_cache=True, **more)
+            assert run.cache is cache
+            found.append(run.report().kept)
+    assert found[0] == found[1]
+    assert max(found[0][0][0][0]) == 30  # nine were padding

@@ -23,7 +23,7 @@ from kvlens.disk import as_path
 from kvlens.errors import InputError
 from kvlens.loading import Run
 from kvlens.policy import Allocate, Budget, ScorerChoice
-from kvlens.policy_file import SCHEMA, PolicyFile, write_policy
+from kvlens.policy_file import SCHEMA, PolicyFile, read_policy, write_policy
 from kvlens.policy_sources import Origin, origin, refuse_source
 from kvlens.provenance import now, plain
 
@@ -79,6 +79,8 @@ def export(
     budget = _budget(budget_tokens, budget_bytes, keep_fraction)
     choice = ScorerChoice(name=found.scorer, parameters=found.parameters | given)
     made = choice.make()
+    for path in (target, *([] if program is None else [as_path(program, "program file")])):
+        _refuse_weights(path, model)
     loaded = _loaded(model)
     write_program = None if program is None else _program(program, target, choice, loaded, force)
     wanted = usual(choice.name, budget)
@@ -189,6 +191,17 @@ def _loaded(model: str | Path | Model | None) -> Model | None:
     from kvlens.model import as_model, load  # transformers, which only this needs
 
     return load(str(model), device="cpu", check=False) if isinstance(model, (str, Path)) else as_model(model)
+
+
+def _refuse_weights(path: Path, model: object) -> None:
+    """Raise InputError for a file of the model's own folder that is no policy, whatever force says."""
+    if not isinstance(model, (str, Path)) or not os.path.isdir(model) or not path.is_file():
+        return
+    if os.path.realpath(path.parent) == os.path.realpath(model):
+        try:
+            read_policy(path)
+        except InputError as error:
+            raise InputError(f"'{path}' is a file of the model itself", "choose another file") from error
 
 
 def _program(

@@ -174,9 +174,11 @@ def check_model(policy: Policy, model: Any) -> None:
 def write_policy(policy: PolicyFile, path: str | Path, *, force: bool = False) -> PolicyFile:
     """The policy that the file holds afterwards: where the same stands there already, that one, with its own date.
 
-    Raises: InputError where the file holds something else and `force` is not given.
+    Raises: InputError where the file holds something else and `force` is not given, and for a policy that could not be
+        read again.
     """
     file = as_path(path, "output")
+    content = _readable(file, policy)
     with disk(f"reading '{file}'"):
         is_file, is_folder = file.is_file(), file.is_dir()
     if is_folder:
@@ -192,6 +194,18 @@ def write_policy(policy: PolicyFile, path: str | Path, *, force: bool = False) -
             what = "it was built from other runs" if name == "evidence" else change
             raise InputError(f"'{file}' holds another policy: {what}", _ANOTHER)
         return held
-    text = json.dumps(plain(policy.document()), indent=1, ensure_ascii=False, allow_nan=False)
-    write_whole(file, text.encode() + b"\n")
+    write_whole(file, content)
     return policy
+
+
+def _readable(file: Path, policy: PolicyFile) -> bytes:
+    """The file's content. Raises: InputError for one that `read_policy` would refuse."""
+    text = json.dumps(plain(policy.document()), indent=1, ensure_ascii=False, allow_nan=False)
+    content = text.encode(errors="surrogatepass") + b"\n"
+    try:
+        _strict_json(file, content)
+    except InputError as error:
+        raise InputError(
+            f"this policy could not be read again: {error.message}", "export one of shorter parameters and sources"
+        ) from error
+    return content

@@ -141,7 +141,11 @@ def prepared(
     """
     file = as_path(path, "program file")
     header = _header(name, parameters, facts, d_model, dtype)
-    if not force and file.exists() and _header_of(file) != json.loads(json.dumps(header)):
+    with disk(f"writing '{file}'"):
+        if file.is_dir() or not file.parent.is_dir():
+            reason = "it is a folder" if file.is_dir() else f"there is no folder '{file.parent}'"
+            raise InputError(f"writing '{file}' failed: {reason}", "name a file in a folder that is there")
+    if not force and file.is_file() and _header_of(file) != json.loads(json.dumps(header)):
         raise InputError(
             f"'{file}' is there and holds something else", "choose another file, or add --force to replace it"
         )

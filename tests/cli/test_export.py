@@ -464,3 +464,47 @@ def test_numpy_parameters_are_written_as_numbers(tmp_path: Path) -> None:
     for wrong in ("x", 1.5, -1, True):
         with pytest.raises(InputError, match=r"valid integer|greater than or equal"):
             PolicyFile(**made.document() | {"protect": {"sinks": wrong}})
+
+
+@pytest.mark.parametrize("what", ["-o", "--program"])
+def test_force_never_replaces_the_models_own_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, what: str
+) -> None:
+    model = tiny_runs.save_model(tmp_path / "model")
+    for name in ("config.json", "model.safetensors"):
+        before = (model / name).read_bytes()
+        words = ["--scorer", "keynorm", "-m", str(model), "--force"]
+        words += [what, str(model / name)] + (["-o", str(tmp_path / "p.json")] if what == "--program" else [])
+        assert app.main(["export", *words]) == 2
+        assert "is a file of the model itself" in capsys.readouterr().err
+        assert (model / name).read_bytes() == before
+    assert not (tmp_path / "p.json").exists()
+    exported(model / "p.json", "--scorer", "keynorm", "-m", str(model))  # beside them it may lie
+    exported(model / "p.json", "--scorer", "random", "-m", str(model), "--force")
+
+
+@pytest.mark.parametrize("program", ["no/folder/a.pt2", "folder"])
+def test_where_no_program_can_be_no_policy_is_left(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, program: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    words = ["--scorer", "keynorm", "-m", str(model), "--program", str(tmp_path / program), "--force"]
+    assert app.main(["export", *words, "-o", str(tmp_path / "p.json")]) == 2
+    assert "folder" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_policy_that_could_not_be_read_again_is_not_written(folder: Path, tmp_path: Path) -> None:
+    bands = json.loads((folder / "both" / "bands" / "bands.json").read_text())
+    nested: Any = 1
+    for _ in range(12):
+        nested = [nested]
+    for changes in ({"intervention": "a" * 300_000}, {"n_traces": nested}, {"intervention": "\ud800"}):
+        source = tmp_path / "bands.json"
+        source.write_text(json.dumps(bands | changes))
+        with pytest.raises(InputError, match=r"could not be read again|intervention|n_traces"):
+            kvlens.export(source, tmp_path / "p.json")
+        assert not (tmp_path / "p.json").exists()
+    table = {"name": "table", "table": [[512] * 400] * 200}
+    with pytest.raises(InputError, match="could not be read again"):
+        kvlens.export(None, tmp_path / "p.json", scorer="random", reduce="head", allocate=table)

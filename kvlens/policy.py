@@ -86,8 +86,10 @@ class Allocate(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> Allocate:
-        if (self.table is None) != (self.name != "table"):
-            raise ValueError("`table` belongs to allocate.name 'table', and only there")
+        if self.table is None and self.name == "table":
+            raise ValueError("allocate.name 'table' needs its table of budgets, a row a layer and a number a KV head")
+        if self.table is not None and self.name != "table":
+            raise ValueError("a table of budgets belongs to allocate.name 'table' alone")
         if self.table is not None and self.parameters:
             raise ValueError("allocate.name 'table' takes no parameters")
         return self

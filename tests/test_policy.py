@@ -60,7 +60,7 @@ def test_triggers(trigger: str, every: int | None) -> None:
         ({"positions": "compact"}, "absolute"),
         ({"storage": "sparse"}, "ragged"),
         ({"colour": "red"}, "colour"),
-        ({"allocate": {"name": "table"}}, "belongs to allocate.name 'table'"),
+        ({"allocate": {"name": "table"}}, "needs its table of budgets"),
         ({"allocate": {"name": "table", "table": [[9]]}}, "every head keeps the same tokens"),
         ({"reduce": "layer", "allocate": {"name": "table", "table": [[9, 8]]}}, "heads of a layer keep the same"),
         ({"reduce": "head", "allocate": {"name": "table", "table": [[9, 3]]}}, "do not fit into 3 tokens"),

@@ -21,9 +21,10 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
-from kvlens.allocate.interface import EMPTY, Cells, Plain
+from kvlens.allocate.interface import Cells, Plain
 from kvlens.allocate.order import SAFE, best_first, joint_counts, kinds
 from kvlens.allocate.spread import spread
+from kvlens.scorers.interface import EMPTY
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 

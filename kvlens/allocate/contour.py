@@ -19,8 +19,9 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
-from kvlens.allocate.interface import EMPTY, Cells, Plain
+from kvlens.allocate.interface import Cells, Plain
 from kvlens.allocate.order import joint_counts, kinds
+from kvlens.scorers.interface import EMPTY
 
 Floor = Annotated[int, Field(ge=0, le=1_000_000)]
 

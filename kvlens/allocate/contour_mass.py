@@ -18,9 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.allocate.contour import Floor
-from kvlens.allocate.interface import EMPTY, Cells, Plain
+from kvlens.allocate.interface import Cells, Plain
 from kvlens.allocate.spread import spread
 from kvlens.errors import InputError
+from kvlens.scorers.interface import EMPTY
 
 HALVINGS = 100  # more than a float64 has bits
 

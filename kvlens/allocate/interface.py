@@ -23,8 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.errors import InputError
-
-EMPTY = -1
+from kvlens.scorers.interface import EMPTY
 
 
 def check_protected(least: Int[Tensor, "*_"], budget: Int[Tensor, "*_"]) -> None:

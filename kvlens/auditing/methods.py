@@ -28,7 +28,8 @@ from kvlens.linear import fast_linear
 from kvlens.model import Model
 from kvlens.policy import Policy
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import EMPTY, HeldLayer, all_tensors, ledger_of
+from kvlens.runtime.cache import HeldLayer, all_tensors, ledger_of
+from kvlens.scorers.interface import EMPTY
 
 AS_SHIPPED = "as shipped"
 

@@ -95,7 +95,7 @@ def command(
     document = {"path": out, **policy.document()}
     paths = [out] if program is None else [out, program]
     document |= {} if program is None else {"program": program}
-    Output(json, quiet).answer(document, text=_text(policy, out), paths=paths)
+    Output(json, quiet).answer(document, text=_text(policy, out, program), paths=paths)
 
 
 def _allocate(text: str | None) -> dict[str, Any] | None:
@@ -135,7 +135,7 @@ def budget_words(budget: Budget) -> str:
     return f"{budget.keep_fraction:g} of the prompt"
 
 
-def _text(policy: PolicyFile, out: Path) -> str:
+def _text(policy: PolicyFile, out: Path, program: Path | None) -> str:
     protect, made_for, pages = policy.protect, policy.model, policy.granularity
     kept = [f"{protect.sinks} first", f"{protect.recent} last"] + (["the prompt"] if protect.prompt else [])
     shared = "" if policy.allocate.name == "uniform" else policy.allocate.name
@@ -155,6 +155,7 @@ def _text(policy: PolicyFile, out: Path) -> str:
         "model": shape,
         "evidence": "; ".join(f"{part.path} (sha256 {part.sha256[:12]})" for part in policy.evidence),
         "file": str(out),
+        "program": "" if program is None else f"{program} (what goes in and out is in its kvlens.json)",
     }
     return columns({name: value for name, value in facts.items() if value})
 

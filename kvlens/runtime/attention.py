@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from kvlens.attention import additive
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError, ModelRefused
-from kvlens.runtime.cache import EMPTY, Ledger
+from kvlens.runtime.cache import Ledger
+from kvlens.scorers.interface import EMPTY
 
 
 def visible(

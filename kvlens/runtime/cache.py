@@ -28,7 +28,6 @@ from kvlens.errors import InputError, ModelRefused
 from kvlens.scorers.interface import Scorer, rows_of, tensors
 
 BLOCK_TOKENS = 32  # how much a full storage grows when tokens come one by one
-EMPTY = -1
 
 
 @dataclass

@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 from kvlens import forward
 from kvlens.causal_lm import Model
 from kvlens.errors import InputError
-from kvlens.runtime.cache import EMPTY, Ledger
+from kvlens.runtime.cache import Ledger
+from kvlens.scorers.interface import EMPTY
 
 CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 

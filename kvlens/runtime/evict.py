@@ -23,8 +23,7 @@ from torch import Tensor
 from kvlens.allocate.interface import check_protected
 from kvlens.allocate.order import JUDGED, SAFE, best_first, kinds
 from kvlens.policy import Protect
-
-EMPTY = -1
+from kvlens.scorers.interface import EMPTY
 
 
 @dataclass(frozen=True)

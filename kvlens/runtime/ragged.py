@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlens.errors import ModelRefused
-from kvlens.runtime.cache import BLOCK_TOKENS, EMPTY, HeldLayer, Ledger, is_frozen
+from kvlens.runtime.cache import BLOCK_TOKENS, HeldLayer, Ledger, is_frozen
 from kvlens.runtime.varlen import Kernel, attend_at_once
+from kvlens.scorers.interface import EMPTY
 
 
 class RaggedLayer(HeldLayer):

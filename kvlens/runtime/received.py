@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvlens.observables.arithmetic import wide
 from kvlens.observables.attention_weights import BLOCK, ROWS, Rule, unseen, weights_without
-from kvlens.runtime.cache import EMPTY, HeldLayer
+from kvlens.runtime.cache import HeldLayer
 from kvlens.runtime.ragged import RaggedLayer
+from kvlens.scorers.interface import EMPTY
 
 LITTLE = 0.01  # of a row's largest weight; ThinKV's line between what is attended to and what is not
 

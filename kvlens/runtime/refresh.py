@@ -27,12 +27,12 @@ from kvlens.allocate.interface import Allocator, Cells
 from kvlens.observables.attention_weights import Rule
 from kvlens.observables.rotation import Rotation
 from kvlens.policy import Policy
-from kvlens.runtime.cache import EMPTY, Ledger
+from kvlens.runtime.cache import Ledger
 from kvlens.runtime.evict import Choice, choose, protected
 from kvlens.runtime.ragged import RaggedLayer
 from kvlens.runtime.report import Log
 from kvlens.runtime.reread import SecondPass
-from kvlens.scorers.interface import Kept, Reread, Views, select
+from kvlens.scorers.interface import EMPTY, Kept, Reread, Views, select
 
 _ONE_AT_A_TIME = Lock()  # a second pass lays what its blocks put out where another thread's would read it
 

@@ -29,9 +29,9 @@ from kvlens.forward import learned_positions
 from kvlens.linear import fast_linear
 from kvlens.observables.arithmetic import wide
 from kvlens.observables.attention_weights import BLOCK, ROWS, Rule, weighted_values, weights_without
-from kvlens.runtime.cache import EMPTY, Ledger
+from kvlens.runtime.cache import Ledger
 from kvlens.runtime.ragged import RaggedLayer
-from kvlens.scorers.interface import Repeat
+from kvlens.scorers.interface import EMPTY, Repeat
 from kvlens.twin import Twin
 
 LEAD = 8  # tokens of the chunk before

@@ -23,9 +23,9 @@ from kvlens.causal_lm import Model
 from kvlens.errors import ModelRefused
 from kvlens.observables.surprise import State, Surprise
 from kvlens.observables.surprise_variant import Variant
-from kvlens.runtime.cache import EMPTY, Ledger
+from kvlens.runtime.cache import Ledger
 from kvlens.runtime.repeat import RepeatPass
-from kvlens.scorers.interface import Repeat
+from kvlens.scorers.interface import EMPTY, Repeat
 
 # (cache, its ledger, what the scorer carries) -> by managed layer what the pass says of its slots
 SecondPass = Callable[

@@ -25,10 +25,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from kvlens.causal_lm import Model
 from kvlens.disk import as_path, disk, write_whole
 from kvlens.errors import InputError
-from kvlens.runtime.cache import EMPTY, HeldLayer, Ledger, adopt, all_tensors, ledger_of
+from kvlens.runtime.cache import HeldLayer, Ledger, adopt, all_tensors, ledger_of
 from kvlens.runtime.ragged import RaggedLayer
 from kvlens.runtime.takeover import check_shape, identity
-from kvlens.scorers.interface import mapped, tensors
+from kvlens.scorers.interface import EMPTY, mapped, tensors
 
 if TYPE_CHECKING:
     from kvlens.runtime.apply import Run

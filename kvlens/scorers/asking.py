@@ -17,8 +17,7 @@ from torch import Tensor
 
 from kvlens.observables.arithmetic import wide
 from kvlens.observables.attention_weights import unseen
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import Facts, Seen, Views
+from kvlens.scorers.interface import EMPTY, Facts, Seen, Views
 
 
 def _odd(width: int) -> int:

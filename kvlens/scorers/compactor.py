@@ -36,8 +36,8 @@ from kvlens.observables.arithmetic import wide
 from kvlens.observables.attention_weights import Rule, weights_without
 from kvlens.scorers.asking import Pool
 from kvlens.scorers.expected_attention import Left
-from kvlens.scorers.frozen import EMPTY, Frozen
-from kvlens.scorers.interface import NOTES, ROTATION, Asked, Facts, Kept, Number, Plain, Seed, Seen, Views
+from kvlens.scorers.frozen import Frozen
+from kvlens.scorers.interface import EMPTY, NOTES, ROTATION, Asked, Facts, Kept, Number, Plain, Seed, Seen, Views
 
 Chunk = Annotated[int, Field(ge=1, le=1024)]
 Sketch = Annotated[int, Field(ge=1, le=1024)]

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from kvlens.errors import InputError
 from kvlens.observables.arithmetic import wide
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import NOTES, ROTATION, Asked, Facts, Plain, Seen, Views
+from kvlens.scorers.interface import EMPTY, NOTES, ROTATION, Asked, Facts, Plain, Seen, Views
 
 Future = Annotated[int, Field(ge=1, le=65_536)]
 Left = Annotated[int, Field(ge=0, le=4096)]

@@ -27,8 +27,8 @@ from kvlens.errors import InputError
 from kvlens.observables import hidden_change, rolling
 from kvlens.observables.arithmetic import deviation, wide
 from kvlens.observables.lag import CHUNK
-from kvlens.scorers.frozen import EMPTY, Frozen
-from kvlens.scorers.interface import AS_TUPLE, HIDDEN, KEYS, VALUES, Facts, Kept, Number, Plain, Seen, Views
+from kvlens.scorers.frozen import Frozen
+from kvlens.scorers.interface import AS_TUPLE, EMPTY, HIDDEN, KEYS, VALUES, Facts, Kept, Number, Plain, Seen, Views
 from kvlens.scorers.lagkv import causal_numbers, of_the_last
 from kvlens.scorers.ranges import Ranges
 

@@ -13,9 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.scorers.interface import Kept, Views
-
-EMPTY = -1
+from kvlens.scorers.interface import EMPTY, Kept, Views
 
 
 @dataclass(frozen=True)

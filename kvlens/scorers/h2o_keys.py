@@ -25,8 +25,7 @@ from torch.nn.functional import pad
 from kvlens.observables.arithmetic import wide
 from kvlens.observables.attention_weights import BLOCK, ROWS, Rule, unseen, weights_without
 from kvlens.scorers.asking import QueryWindow
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import Facts, Kept, Plain, Views
+from kvlens.scorers.interface import EMPTY, Facts, Kept, Plain, Views
 from kvlens.scorers.per_slot import gathered
 
 

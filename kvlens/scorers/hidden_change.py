@@ -23,8 +23,8 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from kvlens.observables import hidden_change, rolling
-from kvlens.scorers.frozen import EMPTY, Frozen
-from kvlens.scorers.interface import HIDDEN, Depth, Facts, Kept, Plain, Seen, Views, Window
+from kvlens.scorers.frozen import Frozen
+from kvlens.scorers.interface import EMPTY, HIDDEN, Depth, Facts, Kept, Plain, Seen, Views, Window
 
 DEPTH_A, DEPTH_B = 10 / 32, 21 / 32
 

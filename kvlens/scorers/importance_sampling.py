@@ -23,8 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.observables.arithmetic import wide
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import Facts, Plain, Seed, Views
+from kvlens.scorers.interface import EMPTY, Facts, Plain, Seed, Views
 from kvlens.scorers.random import uniform
 
 

@@ -27,6 +27,7 @@ from kvlens.observables.surprise_variant import Variant
 
 KEYS, VALUES, HIDDEN, QUERIES, IDS, RECEIVED = "keys", "values", "hidden", "queries", "ids", "received"
 SPREAD, NOTES, ROTATION = "spread", "notes", "rotation"
+EMPTY = -1  # the position of a slot without a token: padding, or the filling of a row or head that keeps fewer
 State = TypeVar("State")
 # What parameters are of; `table.make` holds them to it.
 Window = Annotated[int, Field(ge=1, le=1_000_000)]

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvlens.observables.arithmetic import wide
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import Plain, Views
+from kvlens.scorers.interface import EMPTY, Plain, Views
 
 TINY = 1e-12  # a key of norm 0 points nowhere
 

@@ -24,8 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlens.errors import InputError
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import IDS, Facts, Plain, Repeat, Seen, Views
+from kvlens.scorers.interface import EMPTY, IDS, Facts, Plain, Repeat, Seen, Views
 
 Words = Annotated[str, Field(max_length=2000)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]

@@ -24,8 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from kvlens.scorers.asking import unjudged
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import RECEIVED, Facts, Plain, Seen, Views
+from kvlens.scorers.interface import EMPTY, RECEIVED, Facts, Plain, Seen, Views
 from kvlens.scorers.per_slot import PerSlot
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]

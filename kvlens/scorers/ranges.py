@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlens.errors import InputError
 from kvlens.observables.arithmetic import wide
 from kvlens.observables.lag import scaled_deviation
-from kvlens.scorers.frozen import EMPTY
+from kvlens.scorers.interface import EMPTY
 
 
 @dataclass(frozen=True)

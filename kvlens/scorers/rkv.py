@@ -30,8 +30,7 @@ from torch.nn.functional import max_pool1d, normalize
 from kvlens.observables.arithmetic import wide
 from kvlens.observables.attention_weights import BLOCK, ROWS, Rule, scores_without
 from kvlens.scorers.asking import Asking, Pool, QueryWindow, Shown, packed, unjudged
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import QUERIES, Facts, Plain, Seen, Views
+from kvlens.scorers.interface import EMPTY, QUERIES, Facts, Plain, Seen, Views
 
 Mix = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Cosine = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

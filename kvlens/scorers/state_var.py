@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvlens.observables import rolling
 from kvlens.observables.arithmetic import deviation
-from kvlens.scorers.frozen import EMPTY, Frozen
-from kvlens.scorers.interface import KEYS, VALUES, Facts, Kept, Plain, Seen, Views, Window
+from kvlens.scorers.frozen import Frozen
+from kvlens.scorers.interface import EMPTY, KEYS, VALUES, Facts, Kept, Plain, Seen, Views, Window
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvlens.scorers.frozen import EMPTY
-from kvlens.scorers.interface import AS_TUPLE
+from kvlens.scorers.interface import AS_TUPLE, EMPTY
 
 SIZE = 128
 UNTYPED, TRANSITION, EXECUTION, REASONING = -1, 0, 1, 2  # in the order in which they are worth keeping

@@ -200,6 +200,12 @@ def test_a_program_stands_beside_the_policy(model: Path, tmp_path: Path) -> None
     assert (score.shape, score.dtype) == ((1,), torch.float32)
 
 
+def test_the_answer_names_the_program(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+    words = ["--scorer", "keynorm", "-m", str(model), "--program", str(tmp_path / "a.pt2"), "-o", str(tmp_path / "p")]
+    assert app.main(["export", *words]) == 0
+    assert f"program       {tmp_path / 'a.pt2'} (what goes in" in capsys.readouterr().out
+
+
 def test_a_program_replaces_only_itself(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     policy, program = tmp_path / "p.json", tmp_path / "p.pt2"
     words = ["export", "--scorer", "epikv", "-m", str(model), "-o", str(policy), "--program", str(program)]
@@ -355,7 +361,7 @@ def test_the_answer_for_people_and_as_json(capsys: pytest.CaptureFixture[str], f
         ("--scorer random --sinks 600", "do not fit into 512 tokens"),
         ("--scorer random --trigger every:0", "none of prefill, step, every:H"),
         ("--scorer random --storage sparse", "sparse"),
-        ("--scorer random --allocate table", "belongs to allocate.name 'table'"),
+        ("--scorer random --allocate table", "needs its table of budgets"),
         ("--scorer random --allocate nobody", "there is no allocator 'nobody'"),
         ("--scorer random --allocate contour:flor=3", "no parameter 'flor'"),
         ("--scorer random --allocate contour:floor=-1", "floor is -1"),

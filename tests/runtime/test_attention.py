@@ -15,10 +15,11 @@ from tiny import FAMILIES, llama, plain_attention, token_ids
 from kvlens import model as models
 from kvlens.errors import ModelRefused
 from kvlens.runtime.apply import apply
-from kvlens.runtime.cache import EMPTY, HeldLayer, Ledger
+from kvlens.runtime.cache import HeldLayer, Ledger
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.varlen import Kernel
 from kvlens.scorers import table
+from kvlens.scorers.interface import EMPTY
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

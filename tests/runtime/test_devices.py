@@ -16,11 +16,11 @@ from kvlens import model as models
 from kvlens.errors import ModelRefused
 from kvlens.observables.attention_weights import Rule
 from kvlens.runtime.apply import apply
-from kvlens.runtime.cache import EMPTY, HeldLayer, Ledger
+from kvlens.runtime.cache import HeldLayer, Ledger
 from kvlens.runtime.ragged import RaggedLayer, attend
 from kvlens.runtime.received import received
 from kvlens.scorers import table
-from kvlens.scorers.interface import Facts, Kept, Seen, Views, select
+from kvlens.scorers.interface import EMPTY, Facts, Kept, Seen, Views, select
 
 BATCH, HEADS, KV_HEADS, D_HEAD = 2, 4, 2, 8
 FACTS = Facts(3, HEADS, KV_HEADS, D_HEAD, (0, 1, 2))

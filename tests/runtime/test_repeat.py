@@ -15,8 +15,9 @@ from kvlens import model as models
 from kvlens.errors import InputError, ModelRefused
 from kvlens.model import Model
 from kvlens.runtime.apply import apply
-from kvlens.runtime.cache import EMPTY, all_tensors, ledger_of
+from kvlens.runtime.cache import all_tensors, ledger_of
 from kvlens.runtime.repeat import LEAD
+from kvlens.scorers.interface import EMPTY
 
 FULL = [name for name in MANAGED if name != "gemma3"]
 

@@ -14,9 +14,9 @@ from tiny import FAMILIES, token_ids
 
 from kvlens import model as models
 from kvlens.runtime.apply import apply
-from kvlens.runtime.cache import EMPTY, ledger_of
+from kvlens.runtime.cache import ledger_of
 from kvlens.scorers import table
-from kvlens.scorers.interface import Facts, Seen
+from kvlens.scorers.interface import EMPTY, Facts, Seen
 
 # qwen3, olmo2: queries and keys are normalised; gemma3: that, and scaling that is not 1/sqrt(d_head)
 FAMILIES_ASKED = ["gemma2", "gpt_oss", *MANAGED]

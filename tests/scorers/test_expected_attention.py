@@ -15,8 +15,8 @@ from kvlens import model as models
 from kvlens.errors import InputError
 from kvlens.model import Model
 from kvlens.runtime.apply import apply
-from kvlens.runtime.cache import EMPTY, ledger_of
-from kvlens.scorers.interface import tensors
+from kvlens.runtime.cache import ledger_of
+from kvlens.scorers.interface import EMPTY, tensors
 
 CHUNKS = [[40], [12, 10, *[1] * 8, 10], [1, 39]]
 NAMES = [name for name in MADE if name != "mistral"]  # every layer of that one slides

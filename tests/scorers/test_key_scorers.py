@@ -18,10 +18,10 @@ from tiny import FAMILIES, llama, token_ids
 from kvlens import model as models
 from kvlens.errors import InputError
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import EMPTY, ledger_of
+from kvlens.runtime.cache import ledger_of
 from kvlens.runtime.ragged import RaggedLayer
 from kvlens.scorers import table
-from kvlens.scorers.interface import Facts, Kept, Views
+from kvlens.scorers.interface import EMPTY, Facts, Kept, Views
 
 SHAPES = ["whole", "uniform", "padded", "ragged"]
 

@@ -21,8 +21,8 @@ from kvlens.auditing.bytes import storage_bytes
 from kvlens.errors import ModelRefused
 from kvlens.model import Model
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import EMPTY, ledger_of
-from kvlens.scorers.interface import Facts, tensors
+from kvlens.runtime.cache import ledger_of
+from kvlens.scorers.interface import EMPTY, Facts, tensors
 from kvlens.scorers.table import TABLE, make
 
 # How many of the last of 30 tokens have no score yet; every other token but the first has one.

@@ -17,9 +17,9 @@ from tiny import token_ids
 from kvlens import model as models
 from kvlens.model import Model
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import EMPTY, ledger_of
+from kvlens.runtime.cache import ledger_of
 from kvlens.runtime.ragged import RaggedLayer
-from kvlens.scorers.interface import SPREAD, Plain, Seen, Views
+from kvlens.scorers.interface import EMPTY, SPREAD, Plain, Seen, Views
 from kvlens.scorers.rkv import redundancy
 
 CHUNKS = [14, 12, 9, 1]

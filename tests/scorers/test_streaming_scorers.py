@@ -18,11 +18,11 @@ from kvlens import model as models
 from kvlens.errors import InputError
 from kvlens.model import Model
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import EMPTY, ledger_of
+from kvlens.runtime.cache import ledger_of
 from kvlens.runtime.refresh import of_layer
 from kvlens.scorers import table
 from kvlens.scorers.fitted import SIGNALS, parameters_of
-from kvlens.scorers.interface import Facts, Kept, Seen, Views, select, tensors
+from kvlens.scorers.interface import EMPTY, Facts, Kept, Seen, Views, select, tensors
 
 CHUNKS = [[70], [30, *[1] * 40], [7] * 10, [1, 69]]
 

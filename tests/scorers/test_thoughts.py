@@ -14,8 +14,8 @@ from tiny import token_ids
 
 from kvlens import model as models
 from kvlens.runtime.apply import Run, apply
-from kvlens.runtime.cache import EMPTY
 from kvlens.runtime.ragged import RaggedLayer
+from kvlens.scorers.interface import EMPTY
 
 CHUNKS = [14, 12, 9, 1]
 SHAPES = ["whole", "uniform", "padded", "ragged"]

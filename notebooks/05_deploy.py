@@ -49,7 +49,6 @@ try:
     kvlens.export(bands, out=OUT / "own.json", budget_tokens=128)
 except KvlensError as error:
     print(error)
-    print("hint:", error.hint)
 epikv = kvlens.export(bands="paper", out=OUT / "epikv.json", budget_tokens=128, trigger="every:32")
 epikv.document()
 

@@ -172,6 +172,6 @@ class Job:
         try:
             return where | measured(work, self.model.device, self.model.hf.parameters())
         except KvlensError as error:
-            return where | {"refused": error.message[:300]}
+            return where | {"refused": f"{error.message:.300}{f' ({error.hint:.200})' if error.hint else ''}"}
         except Exception as error:  # a press is code from elsewhere: it may raise whatever it likes
             return where | {"refused": f"{type(error).__name__}: {error!s:.250}"}

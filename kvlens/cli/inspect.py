@@ -1,4 +1,4 @@
-"""`kvlens inspect`: which windows mattered in a label run, which tokens the future predicts in a run of surprise."""
+"""`kvlens inspect`: which windows mattered in a label run, which tokens the future predicts, what methods held."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run of labels or of surprise.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run of labels, surprise or audit.")],
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write the page to this file.")
     ] = None,
@@ -26,13 +26,16 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """List the windows or tokens that stand out in a run of labels or of surprise; --html also writes a page."""
+    """List the windows or tokens that stand out, or an audit's methods; --html also writes a page of the former."""
     from kvlens import facts, reporting
-    from kvlens.cli import surprise_text
+    from kvlens.cli import audit_text, surprise_text
     from kvlens.loading import load
-    from kvlens.schemas import SURPRISE
+    from kvlens.schemas import AUDIT, SURPRISE
 
     run = load(path)
+    if run.schema == AUDIT and html is None and trace is None:
+        Output(json, quiet).answer(run.documents["audit"] | {"run": path}, text=audit_text.text(run), paths=[path])
+        return
     top = reporting.inspect(run, trace=trace, n=n, html=html)
     if run.schema == SURPRISE:
         document = {**surprise_text.document(run, trace), "tokens": top.to_dict("records"), "html": html}

@@ -69,7 +69,8 @@ def draw_claims(rows: Sequence[Mapping[str, Any]], ax: Axes | None = None) -> Ax
         ("X", PLUS, PLUS, "held, simulated"),
     ):
         ax.plot([], [], mark, color=colour, mfc=face, ms=3.2, label=label)
-    ax.legend(fontsize=TEXT_POINTS - 0.5, frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=3)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.4, 0), "borderaxespad": 5.0}  # in letters: under the label
+    ax.legend(fontsize=TEXT_POINTS - 0.5, frameon=False, ncols=3, **below)
     describe(ax, ["Claimed and held bytes"], "share of the full cache's bytes", "")
     ax.tick_params(axis="y", labelsize=TEXT_POINTS - 1.5)
     return ax

@@ -188,3 +188,16 @@ def test_a_folder_that_cannot_be_written_and_a_closed_stdout(command: Command, s
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert (tmp_path / "out" / "audit.json").exists()
+
+
+def test_inspect_prints_the_table_again(command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = command("--scorer", "random")
+    assert app.main(words) == 0
+    printed = capsys.readouterr().out
+    run = words[words.index("-o") + 1]
+    assert app.main(["inspect", run]) == 0
+    assert capsys.readouterr().out == printed
+    assert app.main(["inspect", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][1]["method"] == "random"
+    assert app.main(["inspect", run, "--html", str(tmp_path / "page.html")]) == 2
+    assert "a run of audit, not labels or surprise" in capsys.readouterr().err

@@ -40,6 +40,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "oracle": {"positions": list(range(200)), "scores": [((7 * i) % 31) / 31 for i in range(200)]},
 }
+# A token's score hangs on nothing that came after it.
+CAUSAL = (
+    *("random", "sliding_window", "keynorm", "key_var", "value_var", "fitted", "oracle"),
+    *("epikv", "hidden_change", "band_adaptive"),
+)
 TOGETHER = ("surprise", "surprise_fast", "importance_sampling")  # the same tokens in every layer and head
 
 

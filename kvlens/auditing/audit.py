@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from kvlens.auditing.methods import Full, Method
 from kvlens.auditing.rows import document
 from kvlens.auditing.settings import Settings, check_budgets, settle
 from kvlens.auditing.visibility import Case, asked, cases
-from kvlens.errors import InputError, KvlensError
+from kvlens.errors import InputError, KvlensError, ModelRefused
 from kvlens.loading import Run
 from kvlens.model import Model
 from kvlens.policy import Policy
@@ -81,7 +82,7 @@ def audit(
     if type(question_last) is not bool:
         raise InputError(f"question_last {question_last!r:.40} is neither true nor false", "leave it out for false")
     settings = settle(
-        policies, scorers, presses, keep_fraction=keep_fraction, sinks=sinks, recent=recent, enforce=enforce
+        policies, scorers, presses, keep_fraction=keep_fraction, sinks=sinks, recent=recent, enforce=enforce, seed=seed
     )
     read = asked(traces_of(traces, limit), question_last=question_last, chat=chat)
     ready = start([trace for trace, _ in read], model, out, reading, device=device, dtype=dtype, attention=attention)
@@ -156,6 +157,8 @@ class Job:
             with torch.inference_mode(), method.compressed(self.model, seen) as held:
                 n_held, n_side = storage_bytes(held.keys_values), side_bytes(held.state, held.keys_values)
                 found = fidelity(full, held.predict(new, case.n_target)[0])
+                if not math.isfinite(found.kl_nats):
+                    raise ModelRefused("its predictions, or the full cache's, are no finite numbers")
                 return {
                     "claimed_bytes": held.claimed_bytes,
                     "claimed_side_bytes": held.declared_bytes,

@@ -88,10 +88,11 @@ NOT_HERE = {
 
 @dataclass(frozen=True)
 class PressChoice:
-    """A press by its class's name, with parameters."""
+    """A press by its class's name, with parameters; `seed` is the audit's, for a press that draws."""
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def label(self) -> str:
@@ -100,7 +101,7 @@ class PressChoice:
         return self.name + said
 
 
-def read_press(words: str) -> PressChoice:
+def read_press(words: str, seed: int = 0) -> PressChoice:
     """3. Raises: InputError for a press that is not known, not auditable, or a parameter that is no key=value."""
     name, *parts = words.split(":")
     known = {**PRESSES, **NEEDS_NETWORK, **NOT_HERE}
@@ -118,7 +119,7 @@ def read_press(words: str) -> PressChoice:
         )
     if name in NOT_HERE:
         raise InputError(f"{name} cannot be audited: {NOT_HERE[name]}", "choose another press")
-    return PressChoice(name, dict(_parameter(name, part) for part in parts))
+    return PressChoice(name, dict(_parameter(name, part) for part in parts), seed)
 
 
 def _parameter(name: str, part: str) -> tuple[str, Any]:
@@ -173,14 +174,15 @@ def make_press(choice: PressChoice, ratio: float) -> Any:
     Raises: InputError for a parameter that its class does not take, or refuses.
     """
     module, row = kvpress_module(), PRESSES[choice.name]
-    settings = row.settings | choice.parameters
+    drawn = {"seed": choice.seed} if "seed" in row.settings else {}
+    settings = row.settings | drawn | choice.parameters
     if own := {"compression_ratio", row.ratio} & choice.parameters.keys():
         raise InputError(
             f"press {choice.name}: {own.pop()} is what its budget is made of, and the budget is every method's",
             "leave it out, and set the budget with --keep-fraction",
         )
     if row.inner is not None:
-        inner = read_press(str(settings.pop("press", INNER)))
+        inner = read_press(str(settings.pop("press", INNER)), choice.seed)
         if PRESSES[inner.name].ratio != "compression_ratio":
             raise InputError(f"{choice.name} takes a press that scores, not {inner.name}", "such as SnapKVPress")
         settings[row.inner] = make_press(inner, ratio)

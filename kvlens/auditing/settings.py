@@ -68,6 +68,7 @@ def settle(
     sinks: int,
     recent: int,
     enforce: bool,
+    seed: int = 0,
 ) -> Settings:
     """The settings. Raises: InputError for what is not known or does not go together; EnvironmentLacks for presses
     where kvpress is not installed.
@@ -86,10 +87,14 @@ def settle(
     protect = Protect(sinks=sinks, recent=recent)
     methods: list[Method] = [Full()]
     methods += _numbered(_once(_policy(one, keep_fraction, protect) for one in policies))
-    methods += [_scorer(words, float(keep_fraction or 1), protect) for words in _expand(scorers, _scorers())]
-    chosen = _once(read_press(words) for words in _expand(presses, list(PRESSES)))
+    share = float(keep_fraction or 1)
+    methods += [_scorer(words, share, protect, seed) for words in _expand(scorers, _scorers())]
+    chosen = _once(read_press(words, seed) for words in _expand(presses, list(PRESSES)))
     version = kvpress_version() if chosen else None
-    methods += _presses(chosen, float(keep_fraction or 1), protect, enforce)
+    methods += _presses(chosen, share, protect, enforce)
+    names = [method.name for method in methods]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"two methods are called {twice!r:.80}", "write the parameters of one of them in the same way")
     return Settings(keep_fraction, protect, tuple(methods), version)
 
 
@@ -129,13 +134,13 @@ def _scorers() -> list[str]:
     return [name for name in table.TABLE if name not in NOT_BY_NAME]
 
 
-def _scorer(words: str, keep_fraction: float, protect: Protect) -> PolicyMethod:
+def _scorer(words: str, keep_fraction: float, protect: Protect, seed: int) -> PolicyMethod:
     """A scorer at the common budget; each head keeps its own tokens, but where its score is the same in all layers."""
     if words in NOT_BY_NAME:
         raise InputError(f"scorer {words} cannot be audited by name: {NOT_BY_NAME[words]}", "choose another scorer")
     scorer = table.make(words, {})
     policy = Policy(
-        scorer=ScorerChoice(name=words),
+        scorer=ScorerChoice(name=words, parameters={"seed": seed} if hasattr(scorer, "seed") else {}),
         budget=Budget(keep_fraction=keep_fraction),
         protect=protect,
         trigger="prefill",
@@ -188,6 +193,13 @@ def check_budgets(settings: Settings, model: Model, cases: Sequence[Case]) -> No
             )
         for method in settings.methods:
             if isinstance(method, PolicyMethod):
+                least = method.policy.kept_anyhow()
+                if share is not None and budget.fraction_tokens(share, case.n_seen) < least:
+                    raise InputError(
+                        f"{method.name} keeps {least} tokens whatever the budget says, more than {share:g} of the "
+                        f"{case.n_seen} tokens of trace {case.id!r}",
+                        "raise --keep-fraction, lower the floor of its allocator, or use longer traces",
+                    )
                 tokens = budget.fixed_tokens(method.policy, model, layers)
                 if tokens is not None and tokens >= case.n_seen:
                     raise InputError(

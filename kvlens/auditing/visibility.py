@@ -66,6 +66,10 @@ def asked(traces: Sequence[Trace], *, question_last: bool, chat: bool) -> list[t
                 f"trace {trace.id!r}: a chat template closes the turn that a question is asked in", "leave --chat out"
             )
         found += [(one, True) for one in apart] or [(trace, False)]
+    ids = [trace.id for trace, _ in found]
+    if len(set(ids)) < len(ids):
+        twice = next(one for one in ids if ids.count(one) > 1)
+        raise InputError(f"two texts are called {twice!r:.80}: a trace's questions are ID/1, ID/2", "rename a trace")
     return found
 
 

@@ -9,7 +9,7 @@ import typer
 
 from kvlens.cli import options
 from kvlens.cli.output import Output
-from kvlens.errors import VerdictNo
+from kvlens.errors import InputError, VerdictNo
 
 
 def command(
@@ -66,5 +66,8 @@ def command(
         )  # fmt: skip
     found = run.documents["audit"]
     say.answer(found | {"run": run.path}, text=text(run), paths=[run.path])
+    tried = [row for row in found["rows"] if row["source"] != "none"]
+    if not any(row["n_texts"] for row in tried):
+        raise InputError(f"no method could run: {tried[0]['method']} {tried[0]['verdict']:.300}", "see the table above")
     if found["n_claims_not_met"]:
         raise VerdictNo(f"{found['n_claims_not_met']} of {len(found['rows'])} rows hold more than they claim")

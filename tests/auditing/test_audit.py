@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,35 @@ def test_slips_are_refused_with_a_hint(model: Model, tmp_path: Path, settings: d
         rows(model, tmp_path / "out", **settings)
     assert refused.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_what_an_allocator_keeps_anyhow_must_fit_the_common_budget(model: Model, tmp_path: Path) -> None:
+    kvlens.export(None, tmp_path / "p.json", scorer="h2o", allocate="contour", keep_fraction=0.5)
+    with pytest.raises(InputError, match=r"keeps 34 tokens whatever the budget says, more than 0\.2 of the"):
+        rows(model, tmp_path / "out", policies=[tmp_path / "p.json"], keep_fraction=0.2)
+
+
+def test_predictions_that_are_no_numbers_are_no_result(tmp_path: Path) -> None:
+    broken = tiny_runs.model(head_dim=8)
+    with torch.no_grad():
+        broken.hf.lm_head.weight.fill_(torch.inf)
+    for row in rows(broken, tmp_path, scorers=["random"]).values():
+        assert row["verdict"].startswith("refused: its predictions, or the full cache's, are no finite numbers")
+        assert row["kl_nats"] is None
+
+
+def test_seeds_reach_what_draws(model: Model, tmp_path: Path) -> None:
+    found = [rows(model, tmp_path / str(seed), scorers=["random", "keynorm"], seed=seed) for seed in (0, 0, 7)]
+    losses = [[row["kl_nats"] for row in these.values()][1:] for these in found]
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[2][0]
+    assert losses[0][1] == losses[2][1]
+
+
+def test_texts_of_one_name_are_refused(model: Model, tmp_path: Path) -> None:
+    other = replace(made.TEXT, id=f"{made.ASKED.id}/1")
+    with pytest.raises(InputError, match="two texts are called 'asked/1'"):
+        kvlens.audit([made.ASKED, other], model, tmp_path / "out", scorers=["random"], keep_fraction=0.5)
 
 
 def test_budgets_above_the_length_and_other_models_policies_are_refused(model: Model, tmp_path: Path) -> None:

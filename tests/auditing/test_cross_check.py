@@ -5,6 +5,9 @@ A row a method; a new one needs its name, parameters on both sides, and what to 
 - `lagkv`: kvpress counts its chunks from behind the sinks, so both get none here, and by default it turns each chunk's
   scores into ranks over the chunk's length: every chunk then keeps the same number, and scores of two chunks are not
   compared. Ours adds the softmax of keys and of values as the paper has it, kvpress' `cross_scoring` takes their mean.
+- `compactor`: kvpress masks the slots that fill up its last chunk with -1e-9 where it means a large negative number, so
+  that they take a share of its attention; ours has no such slots. So the text is one chunk here, or whole chunks with
+  the blend off. With it on, kvpress takes the share of what it evicts for the blend, and rounds otherwise.
 - `snapkv`: kvpress gives its window the highest score there is, which ties with the best judged token; ours says
   nothing of the window (NaN), and what is not judged stays by its class.
 """
@@ -48,6 +51,10 @@ def same_order_in_chunks(ours: Tensor, theirs: Tensor) -> None:
         assert torch.equal(one.argsort(), other.argsort())
 
 
+def same_order(ours: Tensor, theirs: Tensor) -> None:
+    assert torch.equal(ours.expand(theirs.shape).argsort(), theirs.argsort())
+
+
 @dataclass(frozen=True)
 class Row:
     """One comparison; of the slots that our scorer judges."""
@@ -64,6 +71,15 @@ ROWS = [
     Row("keynorm", "KnormPress", same),
     Row("snapkv", "SnapKVPress", same, {"window": 6, "pool": 5}, {"window_size": 6, "kernel_size": 5}, N_SEEN - 6),
     Row("snapkv", "SnapKVPress", same, {"window": 9, "pool": 1}, {"window_size": 9, "kernel_size": 1}, N_SEEN - 9),
+    Row("tova", "TOVAPress", same_order, n_judged=N_SEEN - 1),
+    Row("keydiff", "KeyDiffPress", same_order),
+    Row("expected_attention", "ExpectedAttentionPress", same, n_judged=N_SEEN - 4),
+    Row(
+        *("compactor", "CompactorPress", same_order),
+        {"chunk": 28, "sketch": 8, "blend": 0.0},
+        {"chunk_size": 28, "sketch_dimension": 8, "sink_size_start": 4, "sink_size_end": 0, "blending": 0.0},
+        N_SEEN - 4,
+    ),
     Row("lagkv", "LagKVPress", twice, {"chunk": 8}, {"lag_size": 8, "n_sink": 0, "cross_scoring": True}, 48),
     Row("lagkv", "LagKVPress", same_order_in_chunks, {"chunk": 8}, {"lag_size": 8, "n_sink": 0}, 48),
 ]

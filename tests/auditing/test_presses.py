@@ -211,6 +211,16 @@ def test_slips_are_refused(words: str, said: str) -> None:
         assert all(name.removesuffix("Press") in refused.value.hint for name in PRESSES)
 
 
+def test_seeds_reach_presses_that_draw() -> None:
+    assert [make_press(read_press("Random", seed), 0.5).seed for seed in (0, 7)] == [0, 7]
+    assert make_press(read_press("Random:seed=3", 7), 0.5).seed == 3
+
+
+def test_two_presses_of_one_name_are_refused() -> None:
+    with pytest.raises(InputError, match="two methods are called 'SnapKVPress:window_size=4'"):
+        settle((), (), ('SnapKV:window_size="4"', "SnapKV:window_size=4"), **SETTLED)
+
+
 def test_a_press_named_twice_is_one() -> None:
     settled = settle((), (), ("knorm", "KnormPress", "Knorm", "tova"), **SETTLED)
     assert [method.name for method in settled.methods] == ["full", "KnormPress", "TOVAPress"]

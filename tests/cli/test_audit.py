@@ -190,6 +190,15 @@ def test_a_folder_that_cannot_be_written_and_a_closed_stdout(command: Command, s
     assert (tmp_path / "out" / "audit.json").exists()
 
 
+def test_where_no_method_could_run_the_command_fails(command: Command, says: Says, tmp_path: Path) -> None:
+    kvlens.export(None, tmp_path / "p.json", scorer="random", protect_prompt=True, budget_tokens=20)
+    words = command("--policy", str(tmp_path / "p.json"))
+    words[(at := words.index("--keep-fraction")) : at + 2] = []
+    out, err = says(2, words)
+    assert "no method could run: policy:p refused: " in err
+    assert "protected, more than the budget of 20" in out
+
+
 def test_inspect_prints_the_table_again(command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = command("--scorer", "random")
     assert app.main(words) == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eviction import PARAMETERS, padded, policy, same_logits, streamed_logits, uneven, written
+from eviction import CAUSAL, PARAMETERS, padded, policy, same_logits, streamed_logits, uneven, written
 from tiny import FAMILIES, llama, token_ids
 
 from kvlens import model as models
@@ -50,16 +50,7 @@ def with_future(n: int, seed: int) -> torch.Tensor:
     return torch.cat([token_ids(N_SAME), token_ids(n - N_SAME, seed=seed)], 1)
 
 
-# Left out: those that read what comes after a token (later queries or keys, a second pass), as their papers have it;
-# lagkv reads one chunk.
-LATER = {
-    *("surprise", "surprise_fast", "kvzip", "compactor", "expected_attention", "snapkv", "tova", "h2o", "h2o_keys"),
-    *("importance_sampling", "keydiff", "rkv", "raas", "thinkv", "segment_hidden", "attention_x_hidden"),
-}
-FROZEN = [name for name in table.TABLE if name not in LATER]
-
-
-@pytest.mark.parametrize("name", [*FROZEN, "lagkv causal"])
+@pytest.mark.parametrize("name", [*CAUSAL, "lagkv", "lagkv causal"])  # lagkv reads one chunk
 def test_pitfall_20_scores_of_earlier_tokens_know_no_later_ones(model: Model, name: str) -> None:
     name, _, causal = name.partition(" ")
     more = {"causal": True} if causal else {}

@@ -103,16 +103,17 @@ def test_tokens_that_are_kept_together_refuse_to_part(more: dict[str, Any]) -> N
 
 
 def test_sampling_draws_without_replacement_by_the_chances_of_a_softmax() -> None:
-    numbers = torch.tensor([0.0, 1.0, 2.0])  # of slots 0 to 2; the newest, slot 3, has key (1, 0)
-    keys = torch.zeros(1, 1, 4, 1).index_put_((torch.tensor(0), torch.tensor(0), torch.arange(3)), numbers[:, None])
-    keys[0, 0, 3] = 1.0
+    numbers = torch.tensor([0.0, 1.0, 2.0])  # of slots 0 to 2, over the root of d_head, 4; the newest is slot 3
+    keys = torch.zeros(1, 1, 4, 4)
+    keys[0, 0, :3, 0] = 2 * numbers
+    keys[0, 0, 3, 0] = 1.0
     first = {0: 0, 1: 0, 2: 0}
     second: dict[tuple[int, int], int] = {}
     chances = (numbers.double()).softmax(0).tolist()
     for seed in range(4000):
         scorer = table.make("importance_sampling", {"choice": "sample", "seed": seed})
         found = scorer.score(
-            scorer.init(Facts(1, 1, 1, 1, (0,))), Views(0, torch.arange(4).view(1, 1, 4).int(), keys, keys)
+            scorer.init(Facts(1, 1, 1, 4, (0,))), Views(0, torch.arange(4).view(1, 1, 4).int(), keys, keys)
         )
         one, two, _ = found[0, 0, :3].sort(descending=True).indices.tolist()
         first[one] += 1

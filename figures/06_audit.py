@@ -20,6 +20,7 @@ from kvlens.plots.deploy import draw_claims
 from kvlens.plots.style import SOFT, TEXT_POINTS, describe, settle
 
 RESULTS = Path(__file__).resolve().parent.parent / "data" / "results"
+TICKS = (0.03, 0.05, 0.1, 0.2, 0.5)
 SVG = Path(__file__).with_suffix(".svg")
 
 
@@ -32,6 +33,8 @@ def losses(rows: list[dict[str, Any]], ax: Axes) -> None:
         colour, mark = (plots.PLUS, "X") if simulated else (plots.MINUS, "o")
         ax.plot(max(row["kl_nats"], least / 3), y, mark, color=colour, ms=3.2, mew=0.5)
     ax.set_xscale("log")
+    ax.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    ax.minorticks_off()
     ax.set_yticks(range(len(ran)), [""] * len(ran))
     ax.set_ylim(-0.7, len(ran) - 0.3)
     ax.grid(axis="x", color=SOFT, lw=0.2)
@@ -42,7 +45,7 @@ def losses(rows: list[dict[str, Any]], ax: Axes) -> None:
 def draw(results: Path = RESULTS, svg: Path = SVG) -> None:
     """Writes the figure; the same results give the same bytes, whatever the user's settings."""
     found = json.loads((results / "06_audit.json").read_text())
-    rows = [row for row in found["rows"] if row["method"] != "full"]
+    rows = [row | {"method": row["method"].removeprefix("policy:")} for row in found["rows"] if row["method"] != "full"]
     width = plots.SIZE_INCHES[0]
     with style.context(["default", {"svg.hashsalt": svg.stem}]):
         figure = Figure(figsize=(2 * width, 1.1 + 0.125 * len(rows)), layout="constrained")

@@ -79,8 +79,7 @@ def export(
     budget = _budget(budget_tokens, budget_bytes, keep_fraction)
     choice = ScorerChoice(name=found.scorer, parameters=found.parameters | given)
     made = choice.make()
-    for path in (target, *([] if program is None else [as_path(program, "program file")])):
-        _refuse_weights(path, model)
+    _refuse_weights(target, program, model)
     loaded = _loaded(model)
     write_program = None if program is None else _program(program, target, choice, loaded, force)
     wanted = usual(choice.name, budget)
@@ -193,15 +192,16 @@ def _loaded(model: str | Path | Model | None) -> Model | None:
     return load(str(model), device="cpu", check=False) if isinstance(model, (str, Path)) else as_model(model)
 
 
-def _refuse_weights(path: Path, model: object) -> None:
-    """Raise InputError for a file of the model's own folder that is no policy, whatever force says."""
-    if not isinstance(model, (str, Path)) or not os.path.isdir(model) or not path.is_file():
+def _refuse_weights(target: Path, program: str | Path | None, model: object) -> None:
+    """Raise InputError where one to write is a file of the model's own folder and no policy, whatever force says."""
+    if not isinstance(model, (str, Path)) or not os.path.isdir(model):
         return
-    if os.path.realpath(path.parent) == os.path.realpath(model):
-        try:
-            read_policy(path)
-        except InputError as error:
-            raise InputError(f"'{path}' is a file of the model itself", "choose another file") from error
+    for path in (target, *([] if program is None else [as_path(program, "program file")])):
+        if path.is_file() and os.path.realpath(path.parent) == os.path.realpath(model):
+            try:
+                read_policy(path)
+            except InputError as error:
+                raise InputError(f"'{path}' is a file of the model itself", "choose another file") from error
 
 
 def _program(

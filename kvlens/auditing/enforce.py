@@ -2,9 +2,10 @@
 
 1. The press runs as it ships; what it marked, and how it ranked the slots of every head, is noted.
 2. kvlens' runtime evicts on a cache of its own, after a prefill of its own: per head as many slots as the press left
-   unmarked, those. `ragged` stores each head's own number (deleting what was masked changes no logit), `padded` makes
-   every head of a layer as wide as its widest, `uniform_cap` cuts each head to the mean number, lowest ranked
-   first. The claim is the press' own, and the positions that the runtime keeps beside the slots.
+   unmarked, those. (A head with none left keeps its best one: there is no attention over nothing.) `ragged` stores each
+   head's own number (deleting what was masked changes no logit), `padded` makes every head of a layer as wide as its
+   widest, `uniform_cap` cuts each head to the mean number, lowest ranked first. The claim is the press' own, and the
+   positions that the runtime keeps beside the slots.
 
 Peak bytes are those of both, one after the other.
 """

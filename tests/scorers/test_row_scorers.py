@@ -138,13 +138,19 @@ def row_constants(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(0, 999), st.sampled_from([0.0, 0.5, 0.95]), st.integers(1, 3))
-def test_redundancy_in_blocks_is_that_of_all_pairs(n: int, seed: int, similar: float, width: int) -> None:
+@given(
+    *(st.integers(1, 40), st.integers(0, 999), st.sampled_from([0.0, 0.5, 0.95]), st.integers(1, 3)),
+    st.sampled_from([1, 3, 1000]),
+)
+def test_redundancy_in_blocks_is_that_of_all_pairs(n: int, seed: int, similar: float, width: int, slots: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     keys = torch.randint(-2, 3, (2, 2, n, width), generator=rng).float() + 0.25  # few directions, many repetitions
     real = torch.rand(2, 2, n, generator=rng) > 0.2
     real[..., -1] = True
-    found = redundancy(keys, real, similar)
+    with pytest.MonkeyPatch.context() as patch:  # blocks of so many slots
+        patch.setattr("kvlens.scorers.rkv.BLOCK", 1)
+        patch.setattr("kvlens.scorers.rkv.ROWS", slots)
+        found = redundancy(keys, real, similar)
     for row in range(2):
         for head in range(2):
             own = list(keys[row, head, real[row, head]].double())

@@ -173,7 +173,9 @@ class Policy(_Part):
                 f"{self.kept_anyhow()} tokens, and the budget is {least}"
             )
         if least is not None and kept.sinks + kept.recent > least:
-            floor = f", the floor of allocate {name}, {name}:floor=N," if kept.recent > self.protect.recent else ""
+            floor = (
+                f" (the floor of allocate {name}: {name}:floor=N sets it)" if kept.recent > self.protect.recent else ""
+            )
             raise ValueError(
                 f"sinks {kept.sinks} + recent {kept.recent}{floor} do not fit into {least} tokens: they count inside "
                 "the budget"

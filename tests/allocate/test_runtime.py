@@ -160,7 +160,7 @@ def test_a_capped_head_is_cut_even_where_the_total_would_fit() -> None:
 def test_a_floor_counts_as_recent_tokens_wherever_a_budget_is_made() -> None:
     model = family("llama")
     with pytest.raises(
-        InputError, match="sinks 2 \\+ recent 32 \\(the floor of allocate contour\\) do not fit into 12"
+        InputError, match=r"recent 32 \(the floor of allocate contour: contour:floor=N sets it\) do not fit into 12"
     ):
         policy("h2o", **HEAD, **shared("contour"))
     one = 3 * 2 * 2 * 8 * 4

@@ -85,8 +85,7 @@ def export(
     wanted = usual(choice.name, budget)
     protect = {"sinks": sinks, "recent": recent, "prompt": protect_prompt}
     wanted["protect"] = wanted.get("protect", {}) | _said(protect)
-    if allocate is not None:
-        wanted |= _shared({"name": allocate} if isinstance(allocate, str) else _mapping("allocate", allocate), wanted)
+    wanted |= {} if allocate is None else _shared(allocate, wanted)
     wanted |= _said({"trigger": trigger, "storage": storage, "reduce": reduce})
     if page_size is not None:
         wanted["granularity"] = {"unit": "page", "page_size": page_size}
@@ -136,8 +135,9 @@ def usual(scorer: str, budget: Budget) -> dict[str, Any]:
     return found | _USUAL.get(scorer, {})
 
 
-def _shared(given: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(allocate: str | Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a policy that go with an allocator: heads apart and ragged, or layers apart, where it needs it."""
+    given = {"name": allocate} if isinstance(allocate, str) else _mapping("allocate", allocate)
     choice = Allocate(**given)
     made = choice.make()
     if choice.table is not None:

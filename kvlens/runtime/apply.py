@@ -121,7 +121,7 @@ class Run:
     def before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs before the model: the cache is adopted, the new tokens get positions."""
         self._abandon()
-        args, kwargs = (), by_name(decoder, args, kwargs)
+        args, kwargs = by_name(decoder, args, kwargs)
         name, cache = cache_of(decoder, kwargs)
         uses = kwargs.get("use_cache")
         if cache is None and not (decoder.config.use_cache if uses is None else uses):
@@ -132,7 +132,7 @@ class Run:
         ledger = ledger_of(cache) if isinstance(cache, Cache) else None
         if ledger is not None and takeover.is_anothers(self, cache, ledger):
             return args, kwargs
-        inputs = inputs_of(kwargs, self.policy.scorer.name if IDS in self.scorer.needs else None)
+        inputs = inputs_of(args, kwargs, self.policy.scorer.name if IDS in self.scorer.needs else None)
         batch, n_new = inputs.shape[:2]
         if ledger is None:
             ledger = takeover.begin(self, cache, batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -52,9 +52,13 @@ def cache_of(decoder: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
     return next(name for name in CACHE_NAMES if name in signature(decoder.forward).parameters), None
 
 
-def by_name(decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call under the names that the decoder gives them, so that none is overlooked."""
-    return dict(zip(signature(decoder.forward).parameters, args, strict=False)) | dict(kwargs)
+def by_name(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call under the names that the decoder gives them, so that none is overlooked; the nameless."""
+    parameters = signature(decoder.forward).parameters.values()
+    names = [one.name for one in parameters if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    return args[len(names) :], dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def check_rows(ledger: Ledger, batch: int) -> None:
@@ -66,12 +70,12 @@ def check_rows(ledger: Ledger, batch: int) -> None:
         )
 
 
-def inputs_of(kwargs: Mapping[str, Any], reader: str | None) -> Tensor:
+def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: str | None) -> Tensor:
     """The new tokens' ids, or their embeddings where the call gives those.
 
     Raises: InputError for embeddings where a scorer (`reader`) needs ids.
     """
-    given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args]
     inputs: Tensor = next(inputs for inputs in given if inputs is not None)
     if reader is not None and inputs.ndim != 2:
         raise InputError(
